@@ -1,0 +1,156 @@
+"""The nouns that every part of KVRelay shares: what was asked, its life in a pool, and one step of work."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Incarnation = Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class Role(StrEnum):
+    """What a worker does: build KV, generate from KV it received, or both by itself (colocated)."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class FinishReason(StrEnum):
+    """Why a sample ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(BaseModel):
+    """How tokens are chosen and when a sample ends. `seed` is always set: the gateway draws one if the user did not.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 filter nothing. `stop` strings are not here: they
+    are text, and text is the gateway's.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
+    ignore_eos: bool = False
+
+
+class RequestKey(NamedTuple):
+    """Names one attempt at one request. Only the gateway makes attempts."""
+
+    request_id: str
+    attempt: int
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence stands in its pool."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"  # prefill done, blocks kept until the receiver has them
+    PREEMPTED = "preempted"  # lost its blocks, will be computed again
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample's mutable life in one pool.
+
+    `token_ids` is the prompt followed by what was generated. `num_computed_tokens` of them have their KV in the
+    blocks of `block_table` (position p lies in block `block_table[p // block_size]` at offset `p % block_size`).
+    """
+
+    key: RequestKey
+    sample: int
+    gateway: int  # incarnation of the gateway that owns the request
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens after the prompt, which is also the index of the next token to sample."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is still missing; 1 for a sequence that is decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def finish_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
+        """Tells whether the last generated token ends the sample, and why."""
+        if self.num_generated_tokens < 1:
+            return None
+        last = self.token_ids[-1]
+        if last in self.params.stop_token_ids or (last in eos_token_ids and not self.params.ignore_eos):
+            return FinishReason.STOP
+        if self.num_generated_tokens >= self.params.max_tokens or len(self.token_ids) >= max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: its next `num_tokens` uncomputed tokens."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """True when the step reaches the sequence's last token, so that its logits give the next one."""
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one forward pass computes. Empty means there is nothing to do."""
+
+    scheduled: tuple[ScheduledSequence, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.scheduled)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+class KVLayout(BaseModel):
+    """The shape of a KV cache. Per layer it is `kv[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_layers: int = Field(ge=1, lt=2**16)
+    num_kv_heads: int = Field(ge=1, lt=2**16)
+    head_dim: int = Field(ge=1, lt=2**16)
+    block_size: int = Field(ge=1, lt=2**16)
+    dtype: str  # bfloat16, float16 or float32
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer: one contiguous piece."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.itemsize
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
