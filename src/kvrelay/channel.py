@@ -1,0 +1,263 @@
+"""The one place that touches ZeroMQ control sockets: typed messages in and out, lost connections as events.
+
+A `Listener` (ROUTER) is bound and hears many peers; a `Connection` (DEALER) reaches one. Peers are named by their
+incarnation, which is also the ZeroMQ routing id, so a restarted process is another peer. Nothing here blocks: what
+cannot be sent now is reported, what cannot be understood is counted.
+"""
+
+import logging
+from collections import Counter
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvrelay.errors import AddressInUse, WireError
+from kvrelay.messages import AnyMessage, KVCommit, KVOffer, Message, decode, encode
+from kvrelay.types import Incarnation
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+MAX_QUEUED_MESSAGES = 10_000
+
+
+def routing_id(incarnation: Incarnation) -> bytes:
+    """ZeroMQ routing id of a process: its incarnation in hex (never starts with the zero byte ZeroMQ reserves)."""
+    return b"%016x" % incarnation
+
+
+def parse_routing_id(identity: bytes) -> Incarnation:
+    """Back from `routing_id`.
+
+    Raises:
+        WireError: it is not one of ours.
+    """
+    if len(identity) != 16:
+        raise WireError(f"A peer with the routing id {identity[:16]!r} is not a KVRelay process.")
+    try:
+        return int(identity, 16)
+    except ValueError as error:
+        raise WireError(f"A peer with the routing id {identity!r} is not a KVRelay process.") from error
+
+
+def port_range(ports: str) -> range:
+    """Ports to try, from `0` (any free one), `7000` or `7000-7010`.
+
+    Raises:
+        ValueError: not of that form, or beyond 65535.
+    """
+    first, _, last = ports.partition("-")
+    result = range(int(first), int(last or first) + 1)
+    if not result or result[-1] > 65535:
+        raise ValueError(f"{ports!r} is not a port or a range of ports; write 0, 7000 or 7000-7010.")
+    return result
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """Host and port of `tcp://host:port`.
+
+    Raises:
+        AddressInUse: not of that form.
+    """
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit():
+        raise AddressInUse(f"{endpoint!r} is not an address; write it like tcp://127.0.0.1:5700.")
+    return host, port
+
+
+def bind(socket: "zmq.Socket[bytes]", host: str, ports: str) -> str:
+    """Binds to the first free port of a range and returns the endpoint.
+
+    Raises:
+        AddressInUse: none could be bound; the sentence says why the last one failed.
+    """
+    reason = ""
+    for port in port_range(ports):
+        try:
+            socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            reason = error.strerror or str(error)
+        else:
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    raise AddressInUse(f"Cannot listen at {host}, port {ports}: {reason}. Choose another address or port.")
+
+
+class _Channel:
+    """What both ends have: a socket, its monitor, and counters of what went wrong."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, incarnation: Incarnation) -> None:
+        self.incarnation = incarnation
+        self.counters: Counter[str] = Counter()
+        self.socket = context.socket(kind)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self.socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        self.socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def close(self) -> None:
+        """Closes both sockets; unsent messages are dropped."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+    def _events(self) -> list[tuple[int, int]]:
+        events = []
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)
+            events.append((int(event["event"]), int(event["value"])))
+        return events
+
+    def _decode(self, frame: bytes) -> AnyMessage | None:
+        """A message for us, or None. An offer or commit for another incarnation passes: it has an answer."""
+        try:
+            message = decode(frame)
+        except WireError as error:
+            self._malformed(str(error))
+            return None
+        if message.target in (0, self.incarnation) or isinstance(message, KVOffer | KVCommit):
+            return message
+        self.counters["stale_message"] += 1
+        return None
+
+    def _malformed(self, reason: str) -> None:
+        """Counts what is not understood, and logs the first: a broken peer must not fill the disk."""
+        if not self.counters["malformed_message"]:
+            log.warning("Dropped: %s Further ones are only counted.", reason)
+        self.counters["malformed_message"] += 1
+
+    def _send(self, frames: list[bytes]) -> bool:
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters["would_block"] += 1
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.counters["unknown_peer"] += 1
+            return False
+        return True
+
+
+class Listener(_Channel):
+    """A bound ROUTER: many peers, each named by its incarnation."""
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, ports: str, *, incarnation: Incarnation
+    ) -> None:
+        """Binds.
+
+        Raises:
+            AddressInUse: no port of the range can be bound.
+        """
+        super().__init__(context, zmq.ROUTER, incarnation)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._peer_of_fd: dict[int, Incarnation] = {}
+        self._lost: list[Incarnation] = []
+        try:
+            self.endpoint = bind(self.socket, host, ports)
+        except AddressInUse:
+            self.close()
+            raise
+
+    def receive(self, limit: int = 256) -> list[tuple[Incarnation, AnyMessage]]:
+        """Up to `limit` messages that are there now, with the peer each came from."""
+        received = []
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            if (item := self._parse(frames)) is not None:
+                received.append(item)
+        return received
+
+    def lost(self) -> list[Incarnation]:
+        """Peers whose connection was lost since the last call. Ask after `receive`: their last words come first."""
+        self._watch()
+        lost, self._lost = self._lost, []
+        return lost
+
+    def send(self, peer: Incarnation, message: Message) -> bool:
+        """Sends; False when the peer is not connected or does not read."""
+        return self._send([routing_id(peer), encode(message)])
+
+    def _parse(self, frames: list[zmq.Frame]) -> tuple[Incarnation, AnyMessage] | None:
+        if len(frames) != 2:
+            self._malformed(f"A message of {len(frames) - 1} frames came where one was expected.")
+            return None
+        try:
+            peer = parse_routing_id(frames[0].bytes)
+        except WireError as error:
+            self._malformed(str(error))
+            return None
+        self._remember(frames[1].get(zmq.SRCFD), peer)
+        message = self._decode(frames[1].bytes)
+        if message is not None and message.source != peer:
+            self._malformed("A message names another sender than the process it came from.")
+            return None
+        return None if message is None else (peer, message)
+
+    def _remember(self, fd: int, peer: Incarnation) -> None:
+        """Ties a file descriptor to the peer behind it. Its number may be reused, so older events come first."""
+        if self._peer_of_fd.get(fd) != peer:
+            self._watch()
+            self._peer_of_fd[fd] = peer
+
+    def _watch(self) -> None:
+        for event, fd in self._events():
+            if event == zmq.EVENT_DISCONNECTED and (peer := self._peer_of_fd.pop(fd, None)) is not None:
+                self._lost.append(peer)
+
+
+class Connection(_Channel):
+    """A DEALER to one bound peer. ZeroMQ reconnects by itself; each loss and each new connection is an event."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        *,
+        incarnation: Incarnation,
+        queue_early: bool,
+    ) -> None:
+        """Starts to connect. With `queue_early`, messages wait for the connection; else sending fails until it is up.
+
+        Raises:
+            WireError: `endpoint` is not an address.
+        """
+        super().__init__(context, zmq.DEALER, incarnation)
+        self.endpoint = endpoint
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id(incarnation))
+        self.socket.setsockopt(zmq.IMMEDIATE, 0 if queue_early else 1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            self.socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise WireError(f"{endpoint!r} is not an address to connect to; write it like tcp://host:port.") from error
+
+    def receive(self, limit: int = 256) -> list[AnyMessage]:
+        """Up to `limit` messages that are there now."""
+        received = []
+        for _ in range(limit):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) != 1:
+                self._malformed(f"A message of {len(frames)} frames came where one was expected.")
+            elif (message := self._decode(frames[0])) is not None:
+                received.append(message)
+        return received
+
+    def changes(self) -> list[bool]:
+        """What became of the connection since the last call: True for each time it came up, False for each loss."""
+        return [event == zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _ in self._events()]
+
+    def send(self, message: Message) -> bool:
+        """Sends; False when the peer is not connected (unless `queue_early`) or does not read."""
+        return self._send([encode(message)])

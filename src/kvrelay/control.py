@@ -1,0 +1,276 @@
+"""A worker's control thread: it owns sockets, heartbeats and timers, so that compute never makes a peer wait.
+
+gateways ◀──▶ GatewayLink ─┐
+peers ──────▶ Listener ────┤                    ┌─▶ take() ─▶ compute thread
+peers ◀─────▶ Connection ──┼─ ControlThread ─ Mailbox
+payload ◀───▶ DataPlane ───┘                    └─◀ post() ◀─ compute thread
+"""
+
+import logging
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import zmq
+
+from kvrelay.channel import Connection, Listener
+from kvrelay.errors import WireError
+from kvrelay.mailbox import (
+    FromGateway,
+    FromPeer,
+    GatewayLost,
+    Mailbox,
+    PeerLost,
+    PieceArrived,
+    SendPayload,
+    Stop,
+    ToGateway,
+    ToPeer,
+)
+from kvrelay.messages import AnyMessage, GatewayHello, Message, Peer, WorkerHello
+from kvrelay.types import Incarnation
+
+log = logging.getLogger(__name__)
+
+MAX_READ_BYTES = 32 * 2**20
+RETRY_S = 0.002
+
+
+class DataPlane(Protocol):
+    """Moves payload between workers; never blocks. See transfer/transport.py for what each method promises."""
+
+    counters: Counter[str]
+
+    def sockets(self) -> Iterable["zmq.Socket[bytes]"]:
+        """Sockets to poll for incoming payload."""
+        ...
+
+    def connect(self, peer: Peer) -> None:
+        """Opens a connection early."""
+        ...
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Closes the connection to a peer that is gone."""
+        ...
+
+    def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
+        """False when it would block."""
+        ...
+
+    def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
+        """Pieces that are there now."""
+        ...
+
+    def close(self) -> None:
+        """Closes every socket."""
+        ...
+
+
+class GatewayLink:
+    """The connection to one gateway address, and which incarnation answers there."""
+
+    def __init__(self, connection: Connection, hello: WorkerHello, death_s: float) -> None:
+        """Says `hello` each time the connection comes up, or when the gateway asks."""
+        self.connection = connection
+        self.gateway: Incarnation | None = None
+        self._hello = hello
+        self._death_s = death_s
+        self._last_heard = 0.0
+        self._up = False
+
+    def hear(self, now: float) -> list[FromGateway | GatewayLost]:
+        """What the gateway said, and whether it died or was replaced."""
+        events: list[FromGateway | GatewayLost] = []
+        for message in self.connection.receive():
+            events += self._replaced(message.source)
+            self._last_heard = now
+            events += self._said(message)
+        for up in self.connection.changes():
+            self._up = up
+            events += self._greet() if up else self._lose()
+        return events + (self._lose() if now - self._last_heard > self._death_s else [])
+
+    def send(self, message: Message) -> bool:
+        """False: the gateway does not read, or is gone."""
+        return self._up and self.connection.send(message)
+
+    def _greet(self) -> list[FromGateway | GatewayLost]:
+        self.connection.send(self._hello)
+        return []
+
+    def _said(self, message: AnyMessage) -> list[FromGateway | GatewayLost]:
+        if not isinstance(message, GatewayHello):
+            return [FromGateway(message.source, message)]
+        return [] if message.registered else self._greet()
+
+    def _replaced(self, source: Incarnation) -> list[FromGateway | GatewayLost]:
+        lost = self._lose() if source != self.gateway else []
+        self.gateway = source
+        return lost
+
+    def _lose(self) -> list[FromGateway | GatewayLost]:
+        gateway, self.gateway = self.gateway, None
+        return [] if gateway is None else [GatewayLost(gateway)]
+
+
+class ControlThread:
+    """The loop that moves messages and payload between sockets and the mailbox. Run it in a thread of its own."""
+
+    def __init__(
+        self,
+        *,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        mailbox: Mailbox,
+        listener: Listener,
+        data: DataPlane,
+        gateways: tuple[str, ...],
+        hello: WorkerHello,
+        heartbeat_s: float,
+        death_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """Starts to connect to every gateway address.
+
+        Raises:
+            WireError: a gateway address is malformed.
+        """
+        self._context = context
+        self._mailbox = mailbox
+        self._listener = listener
+        self._data = data
+        self._incarnation = hello.source
+        self._heartbeat_s = heartbeat_s
+        self._clock = clock
+        self._peers: dict[Incarnation, Connection] = {}
+        self._unsent: dict[Incarnation, deque[SendPayload]] = {}
+        self._stopping = False
+        self._next_beat = clock()
+        self._links = [GatewayLink(self._connect(address, early=False), hello, death_s) for address in gateways]
+
+    def run(self) -> None:
+        """Until `stop`; then every socket is closed."""
+        try:
+            while not self._stopping:
+                self._wait()
+                self._hear()
+                self._obey()
+                self._send_payload()
+                self._beat()
+        finally:
+            self._close()
+            self._mailbox.deliver(Stop())
+
+    def stop(self) -> None:
+        """Asks the loop to end; from any thread."""
+        self._stopping = True
+        self._mailbox.wake()
+
+    def _connect(self, address: str, *, early: bool) -> Connection:
+        return Connection(self._context, address, incarnation=self._incarnation, queue_early=early)
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._mailbox.wake_socket, zmq.POLLIN)
+        if self._mailbox.has_room:
+            for channel in (self._listener, *self._peers.values(), *(link.connection for link in self._links)):
+                poller.register(channel.socket, zmq.POLLIN)
+                poller.register(channel.monitor, zmq.POLLIN)
+            for data_socket in self._data.sockets():
+                poller.register(data_socket, zmq.POLLIN)
+        ready = dict(poller.poll(self._patience_ms()))
+        if self._mailbox.wake_socket.fileno() in ready:
+            self._mailbox.wake_socket.recv(4096)
+
+    def _patience_ms(self) -> int:
+        until_beat = max(0.0, self._next_beat - self._clock())
+        patience_s = min(until_beat, RETRY_S) if self._unsent or not self._mailbox.has_room else until_beat
+        return math.ceil(1000 * patience_s)
+
+    def _hear(self) -> None:
+        if not self._mailbox.has_room:
+            return
+        now = self._clock()
+        for link in self._links:
+            for event in link.hear(now):
+                self._mailbox.deliver(event)
+        for peer, message in self._listener.receive():
+            self._mailbox.deliver(FromPeer(peer, message))
+        for incarnation, connection in list(self._peers.items()):
+            self._hear_peer(incarnation, connection)
+        for peer, header, payload in self._data.receive(MAX_READ_BYTES):
+            self._mailbox.deliver(PieceArrived(peer, header, payload))
+        for incarnation in self._listener.lost():
+            self._mailbox.deliver(PeerLost(incarnation))
+
+    def _hear_peer(self, incarnation: Incarnation, connection: Connection) -> None:
+        for message in connection.receive():
+            self._mailbox.deliver(FromPeer(incarnation, message))
+        if False in connection.changes():
+            self._forget(incarnation)
+            self._mailbox.deliver(PeerLost(incarnation))
+
+    def _forget(self, incarnation: Incarnation) -> None:
+        self._peers.pop(incarnation).close()
+        self._data.forget(incarnation)
+        for order in self._unsent.pop(incarnation, ()):
+            self._mailbox.payload_done(len(order.payload))
+
+    def _obey(self) -> None:
+        for order in self._mailbox.orders():
+            match order:
+                case ToGateway(gateway, message):
+                    self._tell_gateway(gateway, message)
+                case ToPeer(int() as peer, message):
+                    self._listener.send(peer, message)
+                case ToPeer(Peer() as peer, message):
+                    self._tell_peer(peer, message)
+                case SendPayload():
+                    self._unsent.setdefault(order.peer.incarnation, deque()).append(order)
+
+    def _tell_gateway(self, gateway: Incarnation, message: Message) -> None:
+        """A gateway that does not read loses its requests, and never stalls a step."""
+        for link in self._links:
+            if link.gateway == gateway and not link.send(message):
+                log.warning("Gateway %016x does not read; its requests end here.", gateway)
+                link.gateway = None
+                self._mailbox.deliver(GatewayLost(gateway))
+
+    def _tell_peer(self, peer: Peer, message: Message) -> None:
+        try:
+            if peer.incarnation not in self._peers:
+                self._peers[peer.incarnation] = self._connect(peer.control_endpoint, early=True)
+                self._data.connect(peer)
+        except WireError as error:
+            log.warning("%s", error)
+            self._mailbox.deliver(PeerLost(peer.incarnation))
+            return
+        self._peers[peer.incarnation].send(message)
+
+    def _send_payload(self) -> None:
+        now = self._clock()
+        for incarnation, orders in list(self._unsent.items()):
+            while orders and (orders[0].deadline < now or self._data.send(*_parts(orders[0]))):
+                self._mailbox.payload_done(len(orders.popleft().payload))
+            if not orders:
+                del self._unsent[incarnation]
+
+    def _beat(self) -> None:
+        now = self._clock()
+        if now < self._next_beat:
+            return
+        self._next_beat = now + self._heartbeat_s
+        if (status := self._mailbox.status) is not None:
+            counters = Counter(status.counters) + self._listener.counters + self._data.counters
+            for link in self._links:
+                link.send(status.model_copy(update={"counters": dict(counters)}))
+
+    def _close(self) -> None:
+        for connection in (*self._peers.values(), *(link.connection for link in self._links)):
+            connection.close()
+        self._listener.close()
+        self._data.close()
+
+
+def _parts(order: SendPayload) -> tuple[Peer, bytes, bytes]:
+    return order.peer, order.header, order.payload

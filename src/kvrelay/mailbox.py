@@ -1,0 +1,194 @@
+"""What a worker's compute thread and control thread say to each other, and the only place where they meet."""
+
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.messages import AnyMessage, Message, Peer, WorkerStatus
+from kvrelay.types import Incarnation
+
+MAX_EVENTS = 10_000
+MAX_PAYLOAD_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FromGateway:
+    """A gateway said something."""
+
+    gateway: Incarnation
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """Another worker said something about a hand-over."""
+
+    peer: Incarnation
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class PieceArrived:
+    """Payload came: header and bytes as the sender packed them, not verified yet."""
+
+    peer: Incarnation
+    header: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLost:
+    """A gateway is gone, or another incarnation took its place: its requests end."""
+
+    gateway: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection with another worker is lost."""
+
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadSent:
+    """There is room again for payload to send."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The process should end."""
+
+
+Event = FromGateway | FromPeer | PieceArrived | GatewayLost | PeerLost | PayloadSent | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class ToGateway:
+    """Say something to a gateway. One that does not read is lost."""
+
+    gateway: Incarnation
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    """Say something to another worker: a `Peer` is connected to if need be, an incarnation has asked us before."""
+
+    peer: Peer | Incarnation
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class SendPayload:
+    """Send one packed piece of KV, unless `deadline` (monotonic seconds) passes first: then its lease has ended."""
+
+    peer: Peer
+    header: bytes
+    payload: bytes
+    deadline: float
+
+
+Order = ToGateway | ToPeer | SendPayload
+
+
+class Mailbox:
+    """Events for the compute thread, orders for the control thread, both in order and bounded.
+
+    The control thread stops reading sockets while `has_room` is False; the compute thread packs no payload beyond
+    `payload_room` bytes. Neither ever waits for the other except in `take`.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._orders: deque[Order] = deque()
+        self._lock = threading.Lock()
+        self._bytes_in = 0
+        self._bytes_out = 0
+        self._out_was_full = False
+        self.wake_socket, self._waker = socket.socketpair()
+        self.wake_socket.setblocking(False)
+        self._waker.setblocking(False)
+        self.status: WorkerStatus | None = None  # the newest; replaced as a whole by the compute thread
+
+    # compute thread
+
+    def take(self, timeout_s: float) -> list[Event]:
+        """All events that are there, after waiting at most `timeout_s` for a first one."""
+        taken: list[Event] = []
+        try:
+            taken.append(self._events.get(timeout=timeout_s) if timeout_s > 0 else self._events.get_nowait())
+            while True:
+                taken.append(self._events.get_nowait())
+        except queue.Empty:
+            self._count(bytes_in=-sum(len(event.payload) for event in taken if isinstance(event, PieceArrived)))
+            return taken
+
+    def post(self, orders: Iterable[Order]) -> None:
+        """Hands orders to the control thread."""
+        posted = list(orders)
+        if not posted:
+            return
+        self._count(bytes_out=sum(len(order.payload) for order in posted if isinstance(order, SendPayload)))
+        self._orders.extend(posted)
+        self.wake()
+
+    @property
+    def payload_room(self) -> int:
+        """Bytes of payload that may be posted now; at 0, `PayloadSent` will tell when there is room again."""
+        with self._lock:
+            room = max(0, MAX_PAYLOAD_BYTES - self._bytes_out)
+            self._out_was_full = self._out_was_full or room == 0
+            return room
+
+    # control thread
+
+    @property
+    def has_room(self) -> bool:
+        """False while the compute thread has more to take than it should."""
+        return self._events.qsize() < MAX_EVENTS and self._bytes_in < MAX_PAYLOAD_BYTES
+
+    def deliver(self, event: Event) -> None:
+        """Hands an event to the compute thread."""
+        if isinstance(event, PieceArrived):
+            self._count(bytes_in=len(event.payload))
+        self._events.put(event)
+
+    def orders(self) -> list[Order]:
+        """Takes all orders that are there."""
+        taken = []
+        while self._orders:
+            taken.append(self._orders.popleft())
+        return taken
+
+    def payload_done(self, num_bytes: int) -> None:
+        """Payload of an order has left (or was dropped)."""
+        self._count(bytes_out=-num_bytes)
+        with self._lock:
+            tell = self._out_was_full and self._bytes_out <= MAX_PAYLOAD_BYTES // 2
+            self._out_was_full = self._out_was_full and not tell
+        if tell:
+            self.deliver(PayloadSent())
+
+    # either
+
+    def wake(self) -> None:
+        """Ends the control thread's wait. A full pipe means that it is awake already."""
+        try:
+            self._waker.send(b"w")
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Closes the wake-up pipe; after both threads ended."""
+        self.wake_socket.close()
+        self._waker.close()
+
+    def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        with self._lock:
+            self._bytes_in += bytes_in
+            self._bytes_out += bytes_out
