@@ -145,11 +145,13 @@ class ControlThread:
         self._peers: dict[Incarnation, Connection] = {}
         self._unsent: dict[Incarnation, deque[SendPayload]] = {}
         self._stopping = False
+        self.failed = False
         self._next_beat = clock()
         self._links = [GatewayLink(self._connect(address, early=False), hello, death_s) for address in gateways]
 
     def run(self) -> None:
-        """Until `stop`; then every socket is closed."""
+        """Until `stop`; then every socket is closed. A fault of ours ends the process, loudly: see `failed`."""
+        self.failed = True
         try:
             while not self._stopping:
                 self._wait()
@@ -157,6 +159,7 @@ class ControlThread:
                 self._obey()
                 self._send_payload()
                 self._beat()
+            self.failed = False
         finally:
             self._close()
             self._mailbox.deliver(Stop())

@@ -1,0 +1,196 @@
+"""What prefill and decode workers have in common: the compute loop, and what they say to gateways."""
+
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+
+from kvrelay.errors import InvalidRequest, RequestError, UnknownRequest
+from kvrelay.mailbox import Event, FromGateway, GatewayLost, Mailbox, PayloadSent, Stop, ToGateway
+from kvrelay.messages import (
+    Abort,
+    AboutPrompt,
+    Drain,
+    Ledger,
+    Message,
+    OutputAck,
+    RequestFailed,
+    Resend,
+    StepOutput,
+    TokenOutput,
+    WorkerLoad,
+    WorkerStatus,
+)
+from kvrelay.outputs import OutputStore
+from kvrelay.types import Batch, Incarnation, RequestKey, Sequence
+
+MAX_IDLE_S = 0.25
+
+
+class Worker(ABC):
+    """The compute loop: take messages, schedule, run and complete. A role says what each of them means.
+
+    Runs in one thread. Sockets are the control thread's; the mailbox is all that is known of them.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        outputs: OutputStore,
+        *,
+        incarnation: Incarnation,
+        vocab_size: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Owns `outputs`; shares `mailbox` with the control thread."""
+        self._mailbox = mailbox
+        self._outputs = outputs
+        self._incarnation = incarnation
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._counters: Counter[str] = Counter()
+        self._draining = False
+        self._stopped = False
+
+    def loop(self) -> None:
+        """Until `Stop` is in the mailbox."""
+        patience_s = 0.0
+        while self.take_messages(patience_s):
+            batch = self.schedule()
+            self.complete(batch, self.compute(batch))
+            self._mailbox.status = self._status()
+            patience_s = 0.0 if batch else self._until_deadline()
+
+    def take_messages(self, timeout_s: float) -> bool:
+        """Handles what came, waiting at most `timeout_s` for a first event. False when the worker should end."""
+        for event in self._mailbox.take(timeout_s):
+            self._handle(event)
+        self.tick(self._clock())
+        return not self._stopped
+
+    @abstractmethod
+    def schedule(self) -> Batch:
+        """What to compute next."""
+
+    @abstractmethod
+    def compute(self, batch: Batch) -> list[int | None]:
+        """Runs the batch: for each of its sequences the sampled token, or None."""
+
+    @abstractmethod
+    def complete(self, batch: Batch, sampled: list[int | None]) -> None:
+        """Takes note of what the batch gave."""
+
+    @abstractmethod
+    def handle(self, event: Event) -> None:
+        """An event that is the role's own business."""
+
+    @abstractmethod
+    def abort(self, key: RequestKey) -> None:
+        """Drops every attempt of the request up to this one."""
+
+    @abstractmethod
+    def abort_all(self, gateway: Incarnation) -> None:
+        """Drops what a lost gateway owned."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Takes nothing new from here on."""
+
+    @abstractmethod
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """When `tick` should be called at the latest."""
+
+    @abstractmethod
+    def load(self) -> tuple[Ledger, WorkerLoad, Counter[str]]:
+        """For the heartbeat: blocks, work, and the role's own counters."""
+
+    def tell(self, gateway: Incarnation, message: Message) -> None:
+        """Says something to a gateway."""
+        self._mailbox.post([ToGateway(gateway, message)])
+
+    def fail(self, gateway: Incarnation, key: RequestKey, code: str, message: str) -> None:
+        """Tells the gateway that this attempt ends here."""
+        self._counters["failed_request"] += 1
+        self.tell(gateway, RequestFailed(**self._about(gateway, key), code=code, message=message))
+
+    def report(self, outputs: Iterable[tuple[Incarnation, TokenOutput]]) -> None:
+        """Sends new tokens: one message for each gateway."""
+        by_gateway: defaultdict[Incarnation, list[TokenOutput]] = defaultdict(list)
+        for gateway, output in outputs:
+            by_gateway[gateway].append(output)
+        for gateway, of_gateway in by_gateway.items():
+            self.tell(gateway, StepOutput(source=self._incarnation, target=gateway, outputs=tuple(of_gateway)))
+
+    def new_sequence(self, gateway: Incarnation, request: AboutPrompt) -> Sequence:
+        """The sequence that a request asks for.
+
+        Raises:
+            InvalidRequest: a token id is not in the vocabulary.
+        """
+        if max(request.prompt_token_ids) >= self._vocab_size:
+            raise InvalidRequest(
+                f"Token id {max(request.prompt_token_ids)} is not in the vocabulary of {self._vocab_size} tokens."
+            )
+        return Sequence(
+            key=request.key,
+            sample=0,
+            gateway=gateway,
+            params=request.params,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+        )
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case FromGateway(_, Abort() as abort):
+                self.abort(abort.key)
+            case FromGateway(gateway, Resend() as resend):
+                self._resend(gateway, resend)
+            case FromGateway(_, OutputAck() as ack):
+                self._outputs.ack(ack.key)
+            case FromGateway(_, Drain()):
+                self._draining = True
+                self.drain()
+            case GatewayLost(gateway):
+                self.abort_all(gateway)
+            case PayloadSent():
+                return
+            case Stop():
+                self._stopped = True
+            case _:
+                self.handle(event)
+
+    def _resend(self, gateway: Incarnation, resend: Resend) -> None:
+        outputs = self._outputs.resend(resend.key, resend.sample, resend.from_index)
+        if outputs is None:
+            error: RequestError = UnknownRequest(
+                f"Worker has no request {resend.request_id}, so nothing to send again."
+            )
+            self.fail(gateway, resend.key, error.code, error.message)
+        else:
+            self.report((gateway, output) for output in outputs)
+
+    def _about(self, gateway: Incarnation, key: RequestKey) -> dict[str, int | str]:
+        return {
+            "source": self._incarnation,
+            "target": gateway,
+            "request_id": key.request_id,
+            "attempt": key.attempt,
+        }
+
+    def _until_deadline(self) -> float:
+        deadline = self.next_deadline()
+        return MAX_IDLE_S if deadline is None else min(max(deadline - self._clock(), 0.0), MAX_IDLE_S)
+
+    def _status(self) -> WorkerStatus:
+        ledger, load, counters = self.load()
+        return WorkerStatus(
+            source=self._incarnation,
+            ledger=ledger,
+            load=load,
+            draining=self._draining,
+            counters=dict(self._counters + counters),
+        )

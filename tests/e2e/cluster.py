@@ -1,0 +1,105 @@
+"""Real clusters for tests: `kvrelay up` as a user starts it, on free ports, ended with everything it started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+READY_S = 90.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster and where it listens."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    def snapshot(self) -> dict[str, Any]:
+        """What /cluster says."""
+        answer: dict[str, Any] = httpx.get(f"{self.url}/cluster", timeout=10).json()
+        return answer
+
+    def workers(self, role: str | None = None) -> list[dict[str, Any]]:
+        """The live workers of /cluster, of one role or all."""
+        return [worker for worker in self.snapshot()["workers"] if role in (None, worker["role"])]
+
+    def idle(self) -> bool:
+        """True when no worker holds a block and the gateway has no request, with every ledger conserved."""
+        snapshot = self.snapshot()
+        ledgers = [worker["ledger"] for worker in snapshot["workers"]]
+        return (
+            snapshot["num_requests"] == 0
+            and all(ledger and ledger["leased"] == ledger["revoked"] == 0 for ledger in ledgers)
+            and all(ledger["free"] + ledger["cached"] == ledger["total"] for ledger in ledgers)
+        )
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(what: str, check: Callable[[], T], timeout_s: float = 30.0) -> T:
+    """Asks until the answer is true; the bound is wide, it only keeps a failing test from hanging."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if answer := check():
+            return answer
+        time.sleep(0.05)
+    raise TimeoutError(f"Waited {timeout_s} s for: {what}.")
+
+
+@contextmanager
+def running(folder: Path, model: Path | str, **options: object) -> Iterator[Cluster]:
+    """`kvrelay up` with options such as `prefill=2, dtype="float32"`, ready to serve; its log lies in `folder`."""
+    port = free_port()
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    log = folder / f"cluster-{port}.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvrelay", "up", f"--model={model}", f"--port={port}", *arguments],
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")},
+        )
+    cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
+    try:
+        wait_for(f"a ready cluster, see {log.read_text()[-2000:]}", lambda: _ready(cluster), READY_S)
+        yield cluster
+    finally:
+        _stop(process)
+
+
+def _ready(cluster: Cluster) -> bool:
+    if cluster.process.poll() is not None:
+        raise RuntimeError(f"The cluster ended:\n{cluster.log.read_text()}")
+    try:
+        return httpx.get(f"{cluster.url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise

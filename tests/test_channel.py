@@ -1,0 +1,211 @@
+"""Control sockets: what comes in is typed or counted, what goes out never blocks, lost connections are events."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, Listener, port_range, routing_id, split_endpoint
+from kvrelay.errors import AddressInUse, WireError
+from kvrelay.messages import Drain, GatewayHello, KVCommit, LeaseId, Message, encode
+
+HERE, THERE = 2**64 - 1, 17
+DEADLINE_S = 10.0
+T = TypeVar("T")
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def listener(context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[Listener]:
+    listener = Listener(context, "127.0.0.1", "0", incarnation=HERE)
+    yield listener
+    listener.close()
+
+
+@pytest.fixture
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", listener: Listener) -> Iterator[Callable[..., Connection]]:
+    made: list[Connection] = []
+
+    def make(incarnation: int = THERE, *, queue_early: bool = True) -> Connection:
+        made.append(Connection(context, listener.endpoint, incarnation=incarnation, queue_early=queue_early))
+        return made[-1]
+
+    yield make
+    for connection in made:
+        if not connection.socket.closed:
+            connection.close()
+
+
+def until(get: Callable[[], list[T]], count: int = 1) -> list[T]:
+    got: list[T] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(got) < count and time.monotonic() < deadline:
+        got += get()
+        time.sleep(0.001)
+    return got
+
+
+def test_messages_go_both_ways(listener: Listener, connect: Callable[..., Connection]) -> None:
+    connection = connect()
+    hello = GatewayHello(source=THERE, registered=True)
+    assert connection.send(hello)
+    assert until(listener.receive) == [(THERE, hello)]
+    answer = Drain(source=HERE, target=THERE)
+    assert listener.send(THERE, answer)
+    assert until(connection.receive) == [answer]
+
+
+def test_a_lost_connection_is_told_once_and_after_its_last_words(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    connection = connect()
+    connection.send(Drain(source=THERE))
+    assert len(until(listener.receive)) == 1
+    assert listener.lost() == []
+    connection.close()
+    assert until(listener.lost) == [THERE]
+    assert listener.lost() == []
+
+
+def test_a_new_process_behind_a_reused_descriptor_is_not_taken_for_the_dead_one(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    lost: list[int] = []
+    for incarnation in range(1, 30):
+        connection = connect(incarnation)
+        connection.send(Drain(source=incarnation))
+        assert [peer for peer, _ in until(listener.receive)] == [incarnation]
+        assert listener.send(incarnation, Drain(source=HERE))
+        lost += listener.lost()
+        assert incarnation not in lost
+        connection.close()
+    lost += until(listener.lost, 29 - len(lost))
+    assert lost == list(range(1, 30))
+
+
+def test_the_connecting_end_sees_loss_and_return(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+    first = Listener(context, "127.0.0.1", "0", incarnation=1)
+    connection = Connection(context, first.endpoint, incarnation=THERE, queue_early=False)
+    assert until(connection.changes) == [True]
+    host, port = split_endpoint(first.endpoint)
+    first.close()
+    assert until(connection.changes) == [False]
+    assert not connection.send(Drain(source=THERE))
+    second = Listener(context, host, port, incarnation=2)
+    assert until(connection.changes) == [True]
+    connection.close()
+    second.close()
+
+
+def test_nobody_there_is_an_answer_not_an_error(listener: Listener) -> None:
+    assert not listener.send(999, Drain(source=HERE))
+    assert listener.counters["unknown_peer"] == 1
+
+
+def test_a_peer_that_does_not_read_would_block(listener: Listener, connect: Callable[..., Connection]) -> None:
+    connection = connect()
+    connection.send(Drain(source=THERE))
+    until(listener.receive)
+    big = KVCommit(
+        source=HERE, request_id="r" * 256, attempt=0, lease_id=LeaseId(1, 1), first_token_ids=(2**31 - 1,) * 128
+    )
+    for _ in range(200_000):
+        if not listener.send(THERE, big):
+            break
+    assert listener.counters["would_block"] == 1
+
+
+def test_messages_for_another_incarnation_are_dropped_and_counted(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    connection = connect()
+    commit = KVCommit(source=THERE, target=5, request_id="r", attempt=0, lease_id=LeaseId(5, 1), first_token_ids=(1,))
+    for message in (Drain(source=THERE, target=5), commit):
+        connection.send(message)
+    assert until(listener.receive) == [(THERE, commit)]  # a commit passes: its sender waits for an answer
+    assert listener.counters["stale_message"] == 1
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"not json"],
+        [encode(Drain(source=4))],
+        [encode(Drain(source=THERE)), b"more"],
+        [b""],
+        [b'{"kind":"nonsense","source":17}'],
+    ],
+    ids=["not json", "another's name", "two frames", "empty", "unknown kind"],
+)
+def test_malformed_messages_are_counted_and_harm_nobody(
+    listener: Listener, connect: Callable[..., Connection], frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = connect()
+    for _ in range(3):
+        connection.socket.send_multipart(frames)
+    connection.send(Drain(source=THERE))
+    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    assert listener.counters["malformed_message"] == 3
+    assert len(caplog.records) == 1
+
+
+def test_a_stranger_with_another_routing_id_is_not_heard(
+    context: "zmq.Context[zmq.Socket[bytes]]", listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.ROUTING_ID, b"zzzzzzzzzzzzzzzz")
+    stranger.connect(listener.endpoint)
+    stranger.send(encode(Drain(source=1)))
+    assert until(lambda: [1] * (listener.receive() == [] and listener.counters["malformed_message"]))
+    stranger.close(linger=0)
+
+
+def test_an_oversized_message_costs_its_sender_the_connection_and_nobody_else(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    connect(THERE).socket.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+    other = connect(18)
+    message: Message = Drain(source=18)
+    other.send(message)
+    assert until(listener.receive) == [(18, message)]
+
+
+def test_a_taken_port_is_named(context: "zmq.Context[zmq.Socket[bytes]]", listener: Listener) -> None:
+    host, port = split_endpoint(listener.endpoint)
+    with pytest.raises(AddressInUse, match=port):
+        Listener(context, host, port, incarnation=1)
+
+
+def test_a_range_takes_the_first_free_port(context: "zmq.Context[zmq.Socket[bytes]]", listener: Listener) -> None:
+    host, port = split_endpoint(listener.endpoint)
+    second = Listener(context, host, f"{port}-{int(port) + 20}", incarnation=1)
+    assert int(port) < int(split_endpoint(second.endpoint)[1]) <= int(port) + 20
+    second.close()
+
+
+@pytest.mark.parametrize("ports", ["70000", "10-5", "60000-70000"])
+def test_impossible_ranges_are_refused(ports: str) -> None:
+    with pytest.raises(ValueError, match="7000-7010"):
+        port_range(ports)
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "tcp://", "http://a:1", "tcp://a:b"])
+def test_addresses_are_checked(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+    with pytest.raises(AddressInUse, match="tcp://127"):
+        split_endpoint(endpoint)
+    if endpoint != "nowhere":
+        return
+    with pytest.raises(WireError, match="tcp://"):
+        Connection(context, endpoint, incarnation=1, queue_early=True)
+
+
+def test_routing_ids_never_start_with_the_byte_that_zeromq_reserves() -> None:
+    assert routing_id(0)[0] != 0

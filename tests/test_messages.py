@@ -1,0 +1,138 @@
+"""Every wire message: the same after a round trip, refused when anything about it is off."""
+
+import contextlib
+import json
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.errors import WireError
+from kvrelay.messages import (
+    Abort,
+    AnyMessage,
+    DecodeStarted,
+    Drain,
+    GatewayHello,
+    GenerateRequest,
+    KVAck,
+    KVCommit,
+    KVGrant,
+    KVOffer,
+    KVRefusal,
+    KVReject,
+    KVReleased,
+    LeaseId,
+    Ledger,
+    Message,
+    OutputAck,
+    Peer,
+    PrefillRequest,
+    RefusalReason,
+    RejectReason,
+    RequestFailed,
+    Resend,
+    StepOutput,
+    TokenOutput,
+    WorkerHello,
+    WorkerLoad,
+    WorkerStatus,
+    decode,
+    encode,
+)
+from kvrelay.types import FinishReason, KVLayout, Role, SamplingParams
+
+LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
+LEASE = LeaseId(2**64 - 1, 7)
+PEER = Peer(name="decode-0", incarnation=5, control_endpoint="tcp://h:1", data_endpoint="tcp://h:2")
+PARAMS = SamplingParams(max_tokens=3, temperature=0.7, seed=2**64 - 1, stop_token_ids=(1, 2))
+ABOUT = {"source": 2**64 - 1, "target": 1, "request_id": "r", "attempt": 2}
+PROMPT = {**ABOUT, "prompt_token_ids": (1, 2, 3), "params": PARAMS}
+
+MESSAGES: list[Message] = [
+    WorkerHello(
+        source=1,
+        name="p",
+        role=Role.PREFILL,
+        control_endpoint="tcp://h:1",
+        data_endpoint="tcp://h:2",
+        model="m",
+        fingerprint="f",
+        max_model_len=8192,
+        vocab_size=49152,
+        max_num_seqs=64,
+        layout=LAYOUT,
+        device="cpu",
+        pid=1,
+        host="h",
+    ),
+    WorkerStatus(
+        source=1, ledger=Ledger(total=4, free=1, cached=1, leased=1, revoked=1), load=WorkerLoad(), counters={"a": 1}
+    ),
+    StepOutput(
+        source=1,
+        outputs=(
+            TokenOutput(request_id="r", attempt=0, sample=0, index=5, token_id=7, finish_reason=FinishReason.STOP),
+        ),
+    ),
+    DecodeStarted(**ABOUT),
+    RequestFailed(**ABOUT, code="worker_lost", message="Gone."),
+    GatewayHello(source=1, registered=False),
+    PrefillRequest(**PROMPT, candidates=(PEER,)),
+    GenerateRequest(**PROMPT),
+    Abort(**ABOUT, reason="client left"),
+    OutputAck(**ABOUT),
+    Resend(**ABOUT, sample=0, from_index=3),
+    Drain(source=1),
+    KVOffer(**PROMPT, gateway=9, fingerprint="f", layout=LAYOUT, lease_s=30.0),
+    KVCommit(**ABOUT, lease_id=LEASE, first_token_ids=(4,)),
+    KVReleased(source=1, lease_id=LEASE),
+    KVGrant(**ABOUT, lease_id=LEASE, block_ids=(0, 5), held_blocks=1),
+    KVRefusal(**ABOUT, reason=RefusalReason.QUEUE_FULL, message="Full."),
+    KVAck(**ABOUT, lease_id=LEASE),
+    KVReject(**ABOUT, reason=RejectReason.STALE),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_round_trip(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_every_kind_has_a_round_trip() -> None:
+    union = typing.get_args(typing.get_args(AnyMessage)[0])
+    assert {type(message) for message in MESSAGES} == set(union)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_a_field_nobody_knows_is_refused(message: Message) -> None:
+    with pytest.raises(WireError, match="surprise"):
+        decode(json.dumps({**json.loads(encode(message)), "surprise": 1}).encode())
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_a_truncated_message_is_refused(message: Message) -> None:
+    frame = encode(message)
+    for length in range(len(frame)):
+        with pytest.raises(WireError):
+            decode(frame[:length])
+
+
+def test_an_unknown_kind_is_named() -> None:
+    with pytest.raises(WireError, match="nonsense"):
+        decode(b'{"kind": "nonsense", "source": 1}')
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_never_do_more_than_fail(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(frame)
+
+
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_flipped_byte_gives_a_message_or_a_wire_error(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WireError):
+        assert decode(bytes(frame)).kind
