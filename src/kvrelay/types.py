@@ -50,6 +50,10 @@ class RequestKey(NamedTuple):
     request_id: str
     attempt: int
 
+    def covers(self, other: "RequestKey") -> bool:
+        """True when an abort of this attempt also ends `other`: the same request, this attempt or an earlier one."""
+        return other.request_id == self.request_id and other.attempt <= self.attempt
+
 
 class SequenceStatus(StrEnum):
     """Where a sequence stands in its pool."""
@@ -79,6 +83,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    arrival: int = 0  # order of arrival at this worker, set by its scheduler
 
     @property
     def num_generated_tokens(self) -> int:

@@ -1,0 +1,1 @@
+"""The pool that turns prompts into KV blocks and first tokens."""

@@ -1,0 +1,267 @@
+"""Which prompt tokens are computed next: first come, first served, in chunks that share one token budget.
+
+Chunked prefill under a token budget follows Sarathi-Serve (Agrawal et al., 2024), the block tables PagedAttention
+(Kwon et al., 2023). The scheduler does no I/O and has no clock: a worker, a test or the planner drives it.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from kvrelay.blocks import BlockManager
+from kvrelay.errors import ContextLengthExceeded, Overloaded
+from kvrelay.messages import WorkerLoad
+from kvrelay.types import Batch, RequestKey, ScheduledSequence, Sequence, SequenceStatus
+
+
+class PrefillScheduler:
+    """Prompts that wait, run (a part is computed) or are held (computed, and kept until someone else has their KV).
+
+    A sequence gets the blocks of all its tokens before its first chunk, so one that runs never lacks a block and
+    never waits for another. Only the head of the queue may start: nothing overtakes a long prompt.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_batch_tokens: int,
+        max_num_seqs: int,
+        max_queue: int,
+        reserve: Callable[[int], int] | None = None,
+    ) -> None:
+        """Allocates from `blocks`, which others may use too.
+
+        A step computes at most `max_batch_tokens` tokens of at most `max_num_seqs` sequences; at most `max_queue`
+        wait. `reserve(n)` is the number of blocks that must stay free when one more sequence starts beside `n` that
+        run or are held here. Without it, that is half of all blocks (none when n is 0): so sequences that are held,
+        or soon will be, have at most half of the blocks, except for one alone, which may have them all.
+
+        Raises:
+            ValueError: a limit below 1.
+        """
+        if min(max_batch_tokens, max_num_seqs, max_queue) < 1:
+            raise ValueError(
+                "max_batch_tokens, max_num_seqs and max_queue must be 1 or more, "
+                f"not {max_batch_tokens}, {max_num_seqs} and {max_queue}."
+            )
+        self._blocks = blocks
+        self._max_batch_tokens = max_batch_tokens
+        self._max_num_seqs = max_num_seqs
+        self._max_queue = max_queue
+        self._reserve = reserve or _half_of(blocks.num_blocks)
+        self._num_arrived = 0
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._held: list[Sequence] = []
+        self._computing: dict[Sequence, int] = {}  # tokens of each sequence in the batch that was handed out
+        self._offered: set[Sequence] = set()
+
+    @property
+    def load(self) -> WorkerLoad:
+        """Sequences by state, and the tokens that are still to be computed."""
+        return WorkerLoad(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_held=len(self._held),
+            num_waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in (*self._waiting, *self._running)),
+        )
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences that have blocks but are not computed to their end."""
+        return tuple(self._running)
+
+    @property
+    def head(self) -> Sequence | None:
+        """The sequence that will start next."""
+        return self._waiting[0] if self._waiting else None
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence none of whose tokens is computed.
+
+        Raises:
+            ContextLengthExceeded: it would not fit if it had all blocks.
+            Overloaded: `max_queue` sequences wait already.
+        """
+        if self._need(sequence) > self._blocks.num_blocks:
+            most = self._blocks.num_blocks * self._blocks.block_size
+            raise ContextLengthExceeded(
+                f"The prompt has {len(sequence.token_ids)} tokens and this worker can hold {most}; shorten the prompt."
+            )
+        if len(self._waiting) >= self._max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests wait at this worker, the most it queues; try again later.")
+        self.stamp(sequence)
+        self._waiting.append(sequence)
+
+    def stamp(self, sequence: Sequence) -> None:
+        """Numbers a sequence as this worker's latest arrival."""
+        self._num_arrived += 1
+        sequence.arrival = self._num_arrived
+
+    def abort(self, key: RequestKey) -> list[Sequence]:
+        """Ends every attempt up to `key` and returns what it ended; those held lose their blocks too.
+
+        The blocks of a sequence in the batch that is being computed stay leased until `complete`, since the forward
+        may still write into them.
+        """
+        everyone = (*self._waiting, *self._running, *self._held)
+        ended = [item for item in everyone if key.covers(item.key) and item.status is not SequenceStatus.ABORTED]
+        for sequence in ended:
+            sequence.status = SequenceStatus.ABORTED
+            if sequence not in self._computing:
+                self._forget(sequence)
+        return ended
+
+    def schedule(self, taken: int = 0) -> Batch:
+        """Picks the chunks of the next step and leases blocks to the sequences that start with it.
+
+        `taken` tokens of as many other sequences (decoding, one each) are in the same step and count against its
+        limits. Every batch but an empty one must come back through `complete` before the next call.
+
+        Raises:
+            RuntimeError: the batch handed out before is not complete.
+        """
+        if self._computing:
+            raise RuntimeError("schedule() was called while a batch is computed; call complete() with it first.")
+        plan = self._plan(taken)
+        for sequence in plan:
+            if sequence.status is not SequenceStatus.RUNNING:
+                self._start(sequence)
+        self._computing = plan
+        return Batch(tuple(ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in plan.items()))
+
+    def complete(self, batch: Batch, sampled: list[int | None]) -> list[Sequence]:
+        """Takes note that `batch` was computed and returns the sequences that are now held, next token appended.
+
+        `sampled` has one entry for each scheduled sequence: the token sampled if the chunk reached the last token,
+        else None. Aborted sequences are dropped whatever their entry; so a batch whose forward failed is completed
+        by aborting its sequences first and passing None for each.
+
+        Raises:
+            ValueError: entries are missing, or one is None where a token is needed; nothing is changed.
+        """
+        check_sampled(batch, sampled)
+        done = [item.sequence for item, token in zip(batch.scheduled, sampled, strict=True) if self._note(item, token)]
+        self._computing = {}
+        return done
+
+    def release(self, key: RequestKey) -> None:
+        """Frees what is held for exactly this attempt; does nothing when nothing is."""
+        for sequence in [item for item in self._held if item.key == key]:
+            sequence.status = SequenceStatus.FINISHED
+            self._forget(sequence)
+
+    def to_offer(self) -> list[Sequence]:
+        """Sequences to offer to a receiver now, each returned once: all that run, or would in the next step.
+
+        Not earlier, because a place kept for a prompt that waits starves those that are ready. While a batch is
+        computed, the next step is the one after it.
+        """
+        candidates = dict.fromkeys(chain(self._held, self._running, self._plan(taken=0)))
+        fresh = [
+            sequence
+            for sequence in candidates
+            if sequence not in self._offered and sequence.status is not SequenceStatus.ABORTED
+        ]
+        self._offered.update(fresh)
+        return fresh
+
+    def take(self, sequence: Sequence) -> None:
+        """Lets a held sequence go with its blocks, which the caller must release."""
+        self._held.remove(sequence)
+        self._offered.discard(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence that runs here or with the caller, and queues it to be computed again.
+
+        Preempted sequences start before those that never ran, the earliest arrival first (recompute as in vLLM).
+        """
+        self._forget(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.status = SequenceStatus.PREEMPTED
+        insort(self._waiting, sequence, key=_rank)
+
+    def _need(self, sequence: Sequence) -> int:
+        return self._blocks.blocks_for(len(sequence.token_ids))
+
+    def _plan(self, taken: int) -> dict[Sequence, int]:
+        """Tokens that the next step computes of each sequence: those that run first, then those that would start."""
+        tokens = self._max_batch_tokens - taken
+        plan: dict[Sequence, int] = {}
+        for sequence in chain(self._running, self._startable(self._max_num_seqs - taken)):
+            num_tokens = min(tokens, sequence.num_uncomputed_tokens - self._computing.get(sequence, 0))
+            if tokens < 1:
+                break
+            if num_tokens > 0 and sequence.status is not SequenceStatus.ABORTED:
+                plan[sequence] = num_tokens
+                tokens -= num_tokens
+        return plan
+
+    def _startable(self, max_num_seqs: int) -> Iterator[Sequence]:
+        """Waiting sequences in order, up to the first for which there is no room."""
+        free = self._blocks.num_free
+        seats = max_num_seqs - len(self._running)
+        others = len(self._running) + len(self._held)
+        for sequence in self._waiting[: max(0, seats)]:
+            free -= self._need(sequence)
+            if free < self._reserve(others):
+                return
+            others += 1
+            yield sequence
+
+    def _start(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        sequence.block_table = self._blocks.allocate(self._need(sequence))
+        sequence.status = SequenceStatus.RUNNING
+        self._running.append(sequence)
+
+    def _note(self, item: ScheduledSequence, token: int | None) -> bool:
+        """Advances one sequence; True when it is done."""
+        sequence = item.sequence
+        if sequence.status is SequenceStatus.ABORTED:
+            self._forget(sequence)
+            return False
+        sequence.num_computed_tokens += item.num_tokens
+        if token is None:
+            return False
+        sequence.token_ids.append(token)
+        sequence.status = SequenceStatus.HELD
+        self._running.remove(sequence)
+        self._held.append(sequence)
+        return True
+
+    def _forget(self, sequence: Sequence) -> None:
+        for queue in (self._waiting, self._running, self._held):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._offered.discard(sequence)
+        self._blocks.release(sequence.block_table)
+        sequence.block_table = []
+
+
+def _half_of(num_blocks: int) -> Callable[[int], int]:
+    return lambda others: num_blocks - num_blocks // 2 if others else 0
+
+
+def _rank(sequence: Sequence) -> tuple[bool, int]:
+    return sequence.status is not SequenceStatus.PREEMPTED, sequence.arrival
+
+
+def check_sampled(batch: Batch, sampled: list[int | None]) -> None:
+    """Checks the results of a forward pass: a token for each sequence whose last token it reached, None for others.
+
+    Raises:
+        ValueError: they are not that.
+    """
+    if len(sampled) != len(batch.scheduled):
+        raise ValueError(
+            f"{len(batch.scheduled)} sequences were computed and {len(sampled)} results given, not one each."
+        )
+    for item, token in zip(batch.scheduled, sampled, strict=True):
+        alive = item.sequence.status is not SequenceStatus.ABORTED
+        if alive and item.samples == (token is None):
+            raise ValueError(
+                f"Sample {item.sequence.sample} of {item.sequence.key.request_id} got the token {token}, but its chunk "
+                f"{'reached' if item.samples else 'did not reach'} the last token; give a token exactly if it did."
+            )
