@@ -1,0 +1,1 @@
+"""The gateway: HTTP, tokens and text, routing, admission, and the fate of every request."""
