@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, MemoryShortage
-from kvrelay.messages import WorkerLoad
+from kvrelay.messages import Ledger, WorkerLoad
 from kvrelay.prefill.scheduler import PrefillScheduler, check_sampled
 from kvrelay.types import Batch, FinishReason, RequestKey, ScheduledSequence, Sequence, SequenceStatus
 
@@ -74,6 +74,11 @@ class DecodeScheduler:
     def has_work(self) -> bool:
         """True while any sequence is here; `schedule` may still find that all must wait for blocks under a grant."""
         return bool(self._running or self._prefill.running or self._prefill.head)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The blocks of this worker by state."""
+        return self._blocks.ledger
 
     @property
     def load(self) -> WorkerLoad:

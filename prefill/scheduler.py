@@ -10,7 +10,7 @@ from itertools import chain
 
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, Overloaded
-from kvrelay.messages import WorkerLoad
+from kvrelay.messages import Ledger, WorkerLoad
 from kvrelay.types import Batch, RequestKey, ScheduledSequence, Sequence, SequenceStatus
 
 
@@ -56,6 +56,11 @@ class PrefillScheduler:
         self._held: list[Sequence] = []
         self._computing: dict[Sequence, int] = {}  # tokens of each sequence in the batch that was handed out
         self._offered: set[Sequence] = set()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The blocks of this worker by state."""
+        return self._blocks.ledger
 
     @property
     def load(self) -> WorkerLoad:

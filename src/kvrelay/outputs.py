@@ -14,7 +14,7 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Kept:
-    samples: list[_Sample]
+    samples: dict[int, _Sample]
     finished_at: float | None = None  # when the last of its samples ended, seconds
 
 
@@ -44,37 +44,44 @@ class OutputStore:
         return len(self._kept)
 
     def open(self, key: RequestKey, num_samples: int) -> None:
-        """Begins to keep a request, as soon as it is accepted: it is known from here on, even without a token yet."""
+        """Begins to keep a request, best when it is accepted: while it waits, it then has no tokens but is known."""
         if key in self._kept:
             return
         if len(self._kept) >= self._max_requests:
             finished = (known for known, kept in self._kept.items() if kept.finished_at is not None)
             del self._kept[next(finished, next(iter(self._kept)))]
-        self._kept[key] = _Kept([_Sample() for _ in range(num_samples)])
+        self._kept[key] = _Kept({sample: _Sample() for sample in range(num_samples)})
 
-    def add(self, output: TokenOutput, now: float) -> None:
-        """Keeps one token. One that is kept already changes nothing; nor does one of a request that is not kept.
+    def put(self, output: TokenOutput, now: float) -> None:
+        """Keeps one token; token 0 opens its request and sample if need be.
+
+        A token that is kept already changes nothing. A later token of a request that is not kept (it was displaced)
+        is not kept either.
 
         Raises:
-            ValueError: a sample that was not opened, or an index that leaves a gap.
+            ValueError: the index leaves a gap.
         """
+        if output.index == 0:
+            self.open(output.key, 1)
+            self._kept[output.key].samples.setdefault(output.sample, _Sample())
         kept = self._kept.get(output.key)
-        if kept is None:
+        sample = kept.samples.get(output.sample) if kept else None
+        if kept is None or sample is None or output.index < len(sample.token_ids):
             return
-        if output.sample >= len(kept.samples) or output.index > len(kept.samples[output.sample].token_ids):
-            raise ValueError(f"Token {output.index} of sample {output.sample} of {output.request_id} leaves a gap.")
-        sample = kept.samples[output.sample]
-        if output.index < len(sample.token_ids):
-            return
+        if output.index > len(sample.token_ids):
+            raise ValueError(
+                f"Token {output.index} of sample {output.sample} of {output.request_id} came after "
+                f"{len(sample.token_ids)} tokens; tokens must be kept in order, without a gap."
+            )
         sample.token_ids.append(output.token_id)
         sample.finish_reason = output.finish_reason
-        if all(each.finish_reason for each in kept.samples):
+        if all(each.finish_reason for each in kept.samples.values()):
             kept.finished_at = now
 
     def resend(self, key: RequestKey, sample: int, from_index: int) -> list[TokenOutput] | None:
         """The tokens of a sample from `from_index` on, none if it has no more yet; None if it is not known."""
         kept = self._kept.get(key)
-        if kept is None or sample >= len(kept.samples):
+        if kept is None or sample not in kept.samples:
             return None
         token_ids, reason = kept.samples[sample].token_ids, kept.samples[sample].finish_reason
         return [
