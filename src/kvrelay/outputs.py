@@ -52,7 +52,7 @@ class OutputStore:
             del self._kept[next(finished, next(iter(self._kept)))]
         self._kept[key] = _Kept({sample: _Sample() for sample in range(num_samples)})
 
-    def put(self, output: TokenOutput, now: float) -> None:
+    def add(self, output: TokenOutput, now: float) -> None:
         """Keeps one token; token 0 opens its request and sample if need be.
 
         A token that is kept already changes nothing. A later token of a request that is not kept (it was displaced)
