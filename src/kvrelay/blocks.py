@@ -54,9 +54,9 @@ class BlockManager:
         """Leases `count` free blocks, those free for longest first.
 
         Raises:
-            ValueError: fewer than `count` are free; the ledger is unchanged.
+            ValueError: fewer than `count` are free, or it is negative; the ledger is unchanged.
         """
-        if count > len(self._free):
+        if not 0 <= count <= len(self._free):
             raise ValueError(f"{count} blocks were asked for and {len(self._free)} are free.")
         block_ids = [self._free.popleft() for _ in range(count)]
         self._leased.update(block_ids)
