@@ -1,0 +1,82 @@
+"""From a checkpoint to a ModelRunner: device, type, weights, and the size of the KV cache."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from kvrelay.checkpoint import Checkpoint
+from kvrelay.errors import StartError
+from kvrelay.model.config import ModelConfig
+from kvrelay.model.kv_cache import DTYPES, KVCache
+from kvrelay.model.kv_memory import default_kv_memory, num_kv_blocks
+from kvrelay.model.network import build_network
+from kvrelay.model.runner import ModelRunner
+from kvrelay.model.sampler import Sampler
+from kvrelay.model.weights import read_config, read_weights
+
+_FAST_BFLOAT16 = {"amx_bf16", "avx512_bf16"}
+
+
+def load(
+    checkpoint: Checkpoint,
+    *,
+    cache_dir: Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    block_size: int = 16,
+    kv_memory_bytes: int | None = None,
+    workers_on_machine: int = 1,
+    max_model_len: int | None = None,
+) -> ModelRunner:
+    """Loads a model and allocates its KV cache (tokens per block: `block_size`).
+
+    `kv_memory_bytes` None takes a fair share of what is free among `workers_on_machine`; `max_model_len` None takes
+    the model's own limit. Raises ModelError, MemoryShortage or StartError in a sentence that says what to do.
+    """
+    target = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, target)
+    config = _limited(read_config(checkpoint), max_model_len)
+    layout = config.kv_layout(block_size, str(torch_dtype).removeprefix("torch."))
+    if kv_memory_bytes is None:
+        kv_memory_bytes = default_kv_memory(layout, config.max_model_len, workers_on_machine, target)
+    num_blocks = num_kv_blocks(layout, config.max_model_len, kv_memory_bytes)
+    weights = read_weights(checkpoint, config, torch_dtype, cache_dir)
+    network = build_network(config, weights, torch_dtype, target)
+    return ModelRunner(network, KVCache(layout, num_blocks, target), Sampler())
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` (a GPU if there is one), `cpu` or `cuda`. Raises StartError for anything else, or a GPU not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise StartError(f"The device {name!r} is not known; set --device to auto, cpu or cuda.")
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise StartError("The device cuda was asked for, but torch sees no GPU; set --device to auto or cpu.")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, else float32. Raises StartError for unknown names."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_flags() & _FAST_BFLOAT16 else torch.float32
+    if name not in DTYPES:
+        raise StartError(f"The dtype {name!r} is not known; set --dtype to auto, {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _cpu_flags() -> set[str]:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
+
+
+def _limited(config: ModelConfig, max_model_len: int | None) -> ModelConfig:
+    if max_model_len is None:
+        return config
+    if not 1 <= max_model_len <= config.max_model_len:
+        raise StartError(
+            f"A context of {max_model_len} tokens was asked for, but this model takes 1 to {config.max_model_len}; "
+            "change --max-model-len."
+        )
+    return dataclasses.replace(config, max_model_len=max_model_len)

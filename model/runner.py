@@ -1,0 +1,64 @@
+"""Runs one step of a batch through the network: the only thing the compute thread of a worker does."""
+
+from collections.abc import Generator
+
+import torch
+
+from kvrelay.model.attention import PagedAttention
+from kvrelay.model.config import ModelConfig
+from kvrelay.model.kv_cache import KVCache
+from kvrelay.model.network import Network
+from kvrelay.model.sampler import Sampler
+from kvrelay.model.step_plan import plan_step
+from kvrelay.types import Batch
+
+
+class ModelRunner:
+    """Computes batches over one KV cache. Not for several threads at once; it changes no sequence."""
+
+    def __init__(self, network: Network, kv_cache: KVCache, sampler: Sampler) -> None:
+        self.network = network
+        self.kv_cache = kv_cache
+        self.sampler = sampler
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the network looks like."""
+        return self.network.config
+
+    def run(self, batch: Batch) -> Generator[int, None, list[int | None]]:
+        """Computes the scheduled tokens, yielding each layer's index once its KV of this batch is in the cache.
+
+        Returns for each scheduled sequence its next token, or None if the step does not reach its last token.
+        Closing the generator early leaves only the KV of this batch incomplete. Inference mode is entered anew for
+        each piece between two yields, so that it never leaks into the code of the caller's thread.
+
+        Raises InternalError if a sequence does not fit its blocks, or the network gives something else than numbers.
+        """
+        steps = self._forward(batch)
+        while True:
+            with torch.inference_mode():
+                try:
+                    layer = next(steps)
+                except StopIteration as end:
+                    tokens: list[int | None] = end.value
+                    return tokens
+            yield layer
+
+    def _forward(self, batch: Batch) -> Generator[int, None, list[int | None]]:
+        if not batch:
+            return []
+        network = self.network
+        plan = plan_step(batch, self.kv_cache.layout, self.kv_cache.num_blocks, network.device)
+        hidden, rotation = network.embed(plan.token_ids), network.rotary(plan.positions)
+        for index, layer in enumerate(network.layers):
+            hidden = layer(hidden, rotation, PagedAttention.of_layer(plan, self.kv_cache, index))
+            yield index
+        return self._sample(batch, hidden.index_select(0, plan.sampled_rows))
+
+    def _sample(self, batch: Batch, hidden: torch.Tensor) -> list[int | None]:
+        sampling = [item.sequence for item in batch.scheduled if item.samples]
+        if not sampling:
+            return [None] * len(batch.scheduled)
+        tokens = iter(self.sampler.sample(self.network.logits(hidden), sampling))
+        return [next(tokens) if item.samples else None for item in batch.scheduled]
