@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.errors import InvalidRequest, RequestError, UnknownRequest
 from kvrelay.mailbox import Event, FromGateway, GatewayLost, Mailbox, PayloadSent, Stop, ToGateway
@@ -26,27 +28,30 @@ from kvrelay.types import Batch, Incarnation, RequestKey, Sequence
 MAX_IDLE_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What every worker is given. `clock` is monotonic, in seconds."""
+
+    mailbox: Mailbox
+    outputs: OutputStore
+    incarnation: Incarnation
+    vocab_size: int
+    clock: Callable[[], float]
+
+
 class Worker(ABC):
     """The compute loop: take messages, schedule, run and complete. A role says what each of them means.
 
     Runs in one thread. Sockets are the control thread's; the mailbox is all that is known of them.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        outputs: OutputStore,
-        *,
-        incarnation: Incarnation,
-        vocab_size: int,
-        clock: Callable[[], float],
-    ) -> None:
-        """Owns `outputs`; shares `mailbox` with the control thread."""
-        self._mailbox = mailbox
-        self._outputs = outputs
-        self._incarnation = incarnation
-        self._vocab_size = vocab_size
-        self._clock = clock
+    def __init__(self, context: WorkerContext) -> None:
+        """Shares the context's mailbox with the control thread and owns the rest."""
+        self._mailbox = context.mailbox
+        self._outputs = context.outputs
+        self._incarnation = context.incarnation
+        self._vocab_size = context.vocab_size
+        self._clock = context.clock
         self._counters: Counter[str] = Counter()
         self._draining = False
         self._stopped = False
@@ -114,7 +119,7 @@ class Worker(ABC):
     def fail(self, gateway: Incarnation, key: RequestKey, code: str, message: str) -> None:
         """Tells the gateway that this attempt ends here."""
         self._counters["failed_request"] += 1
-        self.tell(gateway, RequestFailed(**self._about(gateway, key), code=code, message=message))
+        self.tell(gateway, RequestFailed(**self.about(gateway, key), code=code, message=message))
 
     def report(self, outputs: Iterable[tuple[Incarnation, TokenOutput]]) -> None:
         """Sends new tokens: one message for each gateway."""
@@ -173,7 +178,8 @@ class Worker(ABC):
         else:
             self.report((gateway, output) for output in outputs)
 
-    def _about(self, gateway: Incarnation, key: RequestKey) -> dict[str, int | str]:
+    def about(self, gateway: Incarnation, key: RequestKey) -> dict[str, Any]:
+        """The fields of a message to a gateway about one attempt."""
         return {
             "source": self._incarnation,
             "target": gateway,

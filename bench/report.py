@@ -1,0 +1,38 @@
+"""How benchmarks show figures: a table for people, JSON with seed, settings and commit for everything else."""
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows that share their keys as a table."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+def write_json(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Writes the rows and everything needed to repeat them."""
+    record = {"commit": _commit(), "machine": platform.processor() or platform.machine(), "settings": settings}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**record, "rows": rows}, indent=2) + "\n")
+
+
+def _commit() -> str:
+    result = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).resolve().parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.strip() or "unknown"

@@ -1,0 +1,12 @@
+"""What all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cache_dir() -> Path:
+    """Where fetched models and converted weights are, on this machine."""
+    return Path(os.environ.get("KVRELAY_CACHE_DIR", Path.home() / ".cache" / "kvrelay"))

@@ -1,0 +1,231 @@
+"""The control thread over real sockets: registration, loss of a gateway or peer, heartbeats, payload that waits."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import zmq
+
+from kvrelay.channel import Connection, Listener
+from kvrelay.control import ControlThread
+from kvrelay.mailbox import Event, FromGateway, FromPeer, GatewayLost, Mailbox, PeerLost, SendPayload, ToGateway, ToPeer
+from kvrelay.messages import (
+    Drain,
+    GatewayHello,
+    Ledger,
+    Peer,
+    WorkerHello,
+    WorkerLoad,
+    WorkerStatus,
+)
+from kvrelay.types import Incarnation, KVLayout, Role
+
+WORKER, GATEWAY, PEER = 1, 2, 3
+LEDGER = Ledger(total=1, free=1, cached=0, leased=0, revoked=0)
+WAIT_S = 20.0
+
+
+@dataclass
+class Pipe:
+    """A data plane whose receiver reads nothing until it is told to."""
+
+    counters: Counter[str] = field(default_factory=lambda: Counter({"piece_dropped": 3}))
+    reads: bool = False
+    sent: list[bytes] = field(default_factory=list)
+    forgotten: list[Incarnation] = field(default_factory=list)
+
+    def sockets(self) -> list["zmq.Socket[bytes]"]:
+        return []
+
+    def connect(self, peer: Peer) -> None:
+        return
+
+    def forget(self, incarnation: Incarnation) -> None:
+        self.forgotten.append(incarnation)
+
+    def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
+        if self.reads:
+            self.sent.append(payload)
+        return self.reads
+
+    def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
+@dataclass
+class World:
+    """One worker's control thread, and the gateway that it registers at."""
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+    gateway: Listener
+    mailbox: Mailbox
+    pipe: Pipe
+    listener: Listener
+    control: ControlThread
+    events: list[Event] = field(default_factory=list)
+
+    def heard(self) -> object:
+        """The next message that the gateway gets."""
+        return wait_for(lambda: self.gateway.receive(limit=1))[0][1]
+
+    def event(self, kind: type) -> object:
+        """The next event of a kind; others before it are dropped."""
+
+        def look() -> list[Event]:
+            self.events += self.mailbox.take(0.01)
+            while self.events and not isinstance(self.events[0], kind):
+                self.events.pop(0)
+            return self.events
+
+        wait_for(look)
+        return self.events.pop(0)
+
+
+def wait_for(get: Callable[[], list]) -> list:  # type: ignore[type-arg]
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if got := get():
+            return got
+        time.sleep(0.001)
+    raise TimeoutError
+
+
+def hello(listener: Listener) -> WorkerHello:
+    return WorkerHello(
+        source=WORKER,
+        name="w",
+        role=Role.PREFILL,
+        control_endpoint=listener.endpoint,
+        data_endpoint="tcp://h:2",
+        model="m",
+        fingerprint="f",
+        max_model_len=10,
+        vocab_size=10,
+        max_num_seqs=1,
+        layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, dtype="float32"),
+        device="cpu",
+        pid=1,
+        host="h",
+    )
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gateway = Listener(context, "127.0.0.1", "0", incarnation=GATEWAY)
+    listener = Listener(context, "127.0.0.1", "0", incarnation=WORKER)
+    mailbox, pipe = Mailbox(), Pipe()
+    control = ControlThread(
+        context=context,
+        mailbox=mailbox,
+        listener=listener,
+        data=pipe,
+        gateways=(gateway.endpoint,),
+        hello=hello(listener),
+        heartbeat_s=0.05,
+        death_s=1000.0,
+        clock=time.monotonic,
+    )
+    thread = threading.Thread(target=control.run)
+    thread.start()
+    world = World(context, gateway, mailbox, pipe, listener, control)
+    yield world
+    control.stop()
+    thread.join(WAIT_S)
+    assert not control.failed
+    if not world.gateway.socket.closed:
+        world.gateway.close()
+    mailbox.close()
+    context.destroy(linger=0)
+
+
+def register(world: World) -> None:
+    assert isinstance(world.heard(), WorkerHello)
+    world.gateway.send(WORKER, GatewayHello(source=GATEWAY, registered=True))
+    world.gateway.send(WORKER, Drain(source=GATEWAY))
+    assert world.event(FromGateway) == FromGateway(GATEWAY, Drain(source=GATEWAY))
+
+
+def test_a_worker_introduces_itself_on_connection_and_when_asked(world: World) -> None:
+    assert isinstance(world.heard(), WorkerHello)
+    world.gateway.send(WORKER, GatewayHello(source=GATEWAY, registered=False))
+    assert isinstance(world.heard(), WorkerHello)
+
+
+def test_heartbeats_carry_the_newest_status_and_what_sockets_counted(world: World) -> None:
+    register(world)
+    world.mailbox.status = WorkerStatus(source=WORKER, ledger=LEDGER, load=WorkerLoad(num_waiting=4), counters={"a": 1})
+    status = world.heard()
+    assert isinstance(status, WorkerStatus)
+    assert status.load.num_waiting == 4
+    assert status.counters == {"a": 1, "piece_dropped": 3}
+
+
+def test_a_lost_gateway_is_an_event_at_once(world: World) -> None:
+    register(world)
+    world.gateway.close()
+    assert world.event(GatewayLost) == GatewayLost(GATEWAY)
+
+
+def test_another_incarnation_at_the_same_address_means_that_the_old_one_is_gone(world: World) -> None:
+    register(world)
+    world.gateway.send(WORKER, GatewayHello(source=99, registered=True))
+    assert world.event(GatewayLost) == GatewayLost(GATEWAY)
+
+
+def test_a_silent_gateway_is_dead_after_its_time(world: World) -> None:
+    register(world)
+    world.control._links[0]._death_s = -1.0  # every silence is too long from here on
+    assert world.event(GatewayLost) == GatewayLost(GATEWAY)
+
+
+def test_answers_reach_the_gateway(world: World) -> None:
+    register(world)
+    world.mailbox.post([ToGateway(GATEWAY, Drain(source=WORKER))])
+    assert world.heard() == Drain(source=WORKER)
+
+
+def test_peers_talk_both_ways_and_their_loss_is_an_event(world: World) -> None:
+    other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
+    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoint="tcp://h:2")
+    world.mailbox.post([ToPeer(peer, Drain(source=WORKER))])
+    assert wait_for(other.receive) == [(WORKER, Drain(source=WORKER))]
+    other.send(WORKER, Drain(source=PEER))
+    assert world.event(FromPeer) == FromPeer(PEER, Drain(source=PEER))
+    other.close()
+    assert world.event(PeerLost) == PeerLost(PEER)
+    assert world.pipe.forgotten == [PEER]
+
+
+def test_a_peer_that_connected_to_us_is_answered_and_its_loss_is_an_event(world: World) -> None:
+    caller = Connection(world.context, world.listener.endpoint, incarnation=PEER, queue_early=True)
+    caller.send(Drain(source=PEER))
+    assert world.event(FromPeer) == FromPeer(PEER, Drain(source=PEER))
+    world.mailbox.post([ToPeer(PEER, Drain(source=WORKER))])
+    assert wait_for(caller.receive) == [Drain(source=WORKER)]
+    caller.close()
+    assert world.event(PeerLost) == PeerLost(PEER)
+
+
+def test_an_address_that_is_none_loses_the_peer_and_harms_nobody(world: World) -> None:
+    world.mailbox.post(
+        [ToPeer(Peer(name="p", incarnation=PEER, control_endpoint="?", data_endpoint="?"), Drain(source=1))]
+    )
+    assert world.event(PeerLost) == PeerLost(PEER)
+
+
+def test_payload_waits_for_a_slow_receiver_and_is_dropped_with_its_lease(world: World) -> None:
+    peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoint="tcp://h:2")
+    never = time.monotonic() + 1000
+    room = world.mailbox.payload_room
+    world.mailbox.post([SendPayload(peer, b"", b"old", time.monotonic() - 1), SendPayload(peer, b"", b"new", never)])
+    wait_for(lambda: [1] * (world.mailbox.payload_room == room - 3))
+    world.pipe.reads = True
+    wait_for(lambda: [1] * (world.mailbox.payload_room == room))
+    assert world.pipe.sent == [b"new"]

@@ -1,0 +1,95 @@
+"""The meeting place of two threads: in order, bounded, and never a lost wake-up."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.mailbox import (
+    MAX_EVENTS,
+    MAX_PAYLOAD_BYTES,
+    GatewayLost,
+    Mailbox,
+    PayloadSent,
+    PeerLost,
+    PieceArrived,
+    SendPayload,
+    ToGateway,
+)
+from kvrelay.messages import Drain, Peer
+
+PEER = Peer(name="d", incarnation=5, control_endpoint="tcp://h:1", data_endpoint="tcp://h:2")
+
+
+@pytest.fixture
+def mailbox() -> Iterator[Mailbox]:
+    mailbox = Mailbox()
+    yield mailbox
+    mailbox.close()
+
+
+def payload(num_bytes: int) -> SendPayload:
+    return SendPayload(PEER, b"header", bytes(num_bytes), deadline=1.0)
+
+
+def test_events_come_in_order(mailbox: Mailbox) -> None:
+    events = [PeerLost(peer) for peer in range(5)]
+    for event in events:
+        mailbox.deliver(event)
+    assert mailbox.take(0.0) == events
+    assert mailbox.take(0.0) == []
+
+
+def test_an_event_ends_the_wait(mailbox: Mailbox) -> None:
+    taken: list[object] = []
+    thread = threading.Thread(target=lambda: taken.extend(mailbox.take(60.0)))
+    thread.start()
+    mailbox.deliver(GatewayLost(1))
+    thread.join(30)
+    assert taken == [GatewayLost(1)]
+
+
+def test_an_order_wakes_the_control_thread_once_it_is_there(mailbox: Mailbox) -> None:
+    order = ToGateway(1, Drain(source=2))
+    mailbox.post([order])
+    assert mailbox.wake_socket.recv(10) == b"w"
+    assert mailbox.orders() == [order]
+    mailbox.post([])
+    with pytest.raises(BlockingIOError):
+        mailbox.wake_socket.recv(10)
+
+
+def test_a_full_pipe_is_awake_enough(mailbox: Mailbox) -> None:
+    for _ in range(100_000):
+        mailbox.wake()
+    assert mailbox.wake_socket.recv(1) == b"w"
+
+
+def test_events_are_bounded_in_number_and_in_bytes(mailbox: Mailbox) -> None:
+    for _ in range(MAX_EVENTS):
+        assert mailbox.has_room
+        mailbox.deliver(PeerLost(1))
+    assert not mailbox.has_room
+    mailbox.take(0.0)
+    assert mailbox.has_room
+    mailbox.deliver(PieceArrived(1, b"", bytes(MAX_PAYLOAD_BYTES)))
+    assert not mailbox.has_room
+    mailbox.take(0.0)
+    assert mailbox.has_room
+
+
+def test_payload_that_found_no_room_is_told_when_there_is_some(mailbox: Mailbox) -> None:
+    mailbox.post([payload(MAX_PAYLOAD_BYTES - 10), payload(10)])
+    assert mailbox.payload_room == 0
+    mailbox.payload_done(10)
+    assert mailbox.take(0.0) == []  # not for every little piece
+    mailbox.payload_done(MAX_PAYLOAD_BYTES - 10)
+    assert mailbox.take(0.0) == [PayloadSent()]
+    assert mailbox.payload_room == MAX_PAYLOAD_BYTES
+
+
+def test_payload_that_always_found_room_is_not_told(mailbox: Mailbox) -> None:
+    mailbox.post([payload(10)])
+    assert mailbox.payload_room == MAX_PAYLOAD_BYTES - 10
+    mailbox.payload_done(10)
+    assert mailbox.take(0.0) == []
