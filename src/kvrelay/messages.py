@@ -290,11 +290,15 @@ class KVAck(AboutRequest):
 
 
 class KVReject(AboutRequest):
-    """The receiver will not go on with this attempt or lease."""
+    """The receiver will not go on with this attempt or lease.
+
+    `meant_for` is set with the reason `stale`: the incarnation that the rejected message was meant for.
+    """
 
     kind: Literal["kv_reject"] = "kv_reject"
     reason: RejectReason
     lease_id: LeaseId | None = None
+    meant_for: Incarnation | None = None
 
 
 AnyMessage = Annotated[

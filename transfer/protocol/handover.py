@@ -1,0 +1,136 @@
+"""What the sender knows about one attempt: where it stands, what was computed and what was sent."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvrelay.messages import KVCommit, KVGrant, KVOffer, Peer, RefusalReason
+from kvrelay.transfer.protocol.actions import SendPiece
+from kvrelay.transfer.protocol.piece import PieceHeader
+from kvrelay.types import KVLayout, RequestKey, Sequence
+
+
+class Phase(StrEnum):
+    """The picture is at the top of sender.py."""
+
+    OFFERED = "offered"
+    GRANTED = "granted"
+    COMMITTED = "committed"
+
+
+@dataclass(slots=True)
+class Handover:
+    """One attempt on its way to `peer`. `written` and `sent` count leading blocks of the prompt, per layer."""
+
+    sequence: Sequence
+    num_samples: int
+    num_blocks: int
+    peer: Peer
+    candidates: deque[Peer]  # not asked yet
+    deadline: float
+    written: list[int]
+    sent: list[int]
+    phase: Phase = Phase.OFFERED
+    grant: KVGrant | None = None  # the lease held, from GRANTED on
+    block_ids: tuple[int, ...] = ()  # local blocks, fixed when the first layer is written
+    first_token_ids: tuple[int, ...] = ()  # known once the whole prompt is computed
+    first_token_told: bool = False
+    resend_at: float = 0.0
+    num_sends: int = 0  # of the Offer or Commit being repeated
+    refusals: list[tuple[RefusalReason | None, str]] = field(default_factory=list)  # None: the candidate was lost
+
+    @property
+    def key(self) -> RequestKey:
+        """The attempt."""
+        return self.sequence.key
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt's token ids."""
+        return tuple(self.sequence.token_ids[: self.sequence.num_prompt_tokens])
+
+    @property
+    def num_unsent_blocks(self) -> int:
+        """Blocks, counted per layer, that are written and may go under the lease held."""
+        if self.phase is not Phase.GRANTED:
+            return 0
+        return sum(max(0, written - sent) for written, sent in zip(self.written, self.sent, strict=True))
+
+    @property
+    def is_through(self) -> bool:
+        """True when the prompt is computed, a lease is held and no piece is left to send: the commit is due."""
+        return self.phase is Phase.GRANTED and bool(self.first_token_ids) and min(self.sent) == self.num_blocks
+
+    def note_written(self, layer: int, num_blocks: int) -> None:
+        """The layer's leading blocks are final.
+
+        Raises:
+            ValueError: the sequence's block table does not hold the whole prompt.
+        """
+        if not self.block_ids:
+            self.block_ids = tuple(self.sequence.block_table[: self.num_blocks])
+            if len(self.block_ids) != self.num_blocks:
+                raise ValueError(
+                    f"{self.key} has {len(self.block_ids)} of {self.num_blocks} blocks; "
+                    "a whole prompt is reserved before its first chunk."
+                )
+        self.written[layer] = max(self.written[layer], min(num_blocks, self.num_blocks))
+
+    def hold(self, grant: KVGrant) -> None:
+        """Every layer starts anew under this lease, behind the blocks that the receiver has already."""
+        self.phase, self.grant = Phase.GRANTED, grant
+        self.sent = [grant.held_blocks] * len(self.sent)
+
+    def next_piece(self, incarnation: int, layout: KVLayout, max_blocks: int) -> SendPiece | None:
+        """Takes the next run of unsent blocks, lowest layer first; None if there is none."""
+        for layer, (written, first) in enumerate(zip(self.written, self.sent, strict=True)):
+            if first < written and self.grant is not None:
+                count = min(written - first, max_blocks)
+                self.sent[layer] = first + count
+                return self._piece(self.grant, incarnation, layout, layer, first, count)
+        return None
+
+    def _piece(
+        self, grant: KVGrant, incarnation: int, layout: KVLayout, layer: int, first: int, count: int
+    ) -> SendPiece:
+        header = PieceHeader(
+            lease_id=grant.lease_id,
+            sender=incarnation,
+            layer=layer,
+            first_block=first,
+            num_blocks=count,
+            head_start=0,
+            num_heads=layout.num_kv_heads,
+            block_size=layout.block_size,
+            dtype=layout.dtype,
+            payload_bytes=count * layout.block_bytes,
+        )
+        run = slice(first, first + count)
+        return SendPiece(self.peer, header, self.block_ids[run], grant.block_ids[run])
+
+    def offer(self, incarnation: int, fingerprint: str, layout: KVLayout, lease_s: float) -> KVOffer:
+        """The Offer to the current candidate; the same one however often it is sent."""
+        return KVOffer(
+            source=incarnation,
+            target=self.peer.incarnation,
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            prompt_token_ids=self.prompt,
+            params=self.sequence.params,
+            num_samples=self.num_samples,
+            gateway=self.sequence.gateway,
+            fingerprint=fingerprint,
+            layout=layout,
+            lease_s=lease_s,
+        )
+
+    def commit(self, incarnation: int, grant: KVGrant) -> KVCommit:
+        """The Commit under the lease held."""
+        return KVCommit(
+            source=incarnation,
+            target=self.peer.incarnation,
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            lease_id=grant.lease_id,
+            first_token_ids=self.first_token_ids,
+        )

@@ -1,0 +1,114 @@
+"""What the receiver knows about one lease: its blocks, its clock, and which of them arrived."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvrelay.messages import KVGrant, KVOffer, LeaseId
+from kvrelay.transfer.protocol.piece import PieceHeader
+from kvrelay.types import KVLayout, RequestKey, Sequence, SequenceStatus
+
+
+class Unfit(StrEnum):
+    """Why a piece may not be written."""
+
+    WRONG_LAYOUT = "wrong_layout"
+    OUT_OF_RANGE = "out_of_range"
+    HELD_BLOCK = "held_block"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks reserved for one attempt until `until` (receiver's clock). Bit i of a mask is block i of the sequence."""
+
+    lease_id: LeaseId
+    offer: KVOffer
+    block_ids: tuple[int, ...]
+    until: float
+    held_blocks: int = 0
+    first_token_ids: tuple[int, ...] = ()  # known once the Commit is here
+    accepted: list[int] = field(default_factory=list)  # per layer
+    landed: list[int] = field(default_factory=list)  # per layer
+
+    def __post_init__(self) -> None:
+        held = (1 << self.held_blocks) - 1
+        self.accepted = [held] * self.offer.layout.num_layers
+        self.landed = list(self.accepted)
+
+    @property
+    def key(self) -> RequestKey:
+        """The attempt it was granted to."""
+        return self.offer.key
+
+    @property
+    def sender(self) -> int:
+        """The only incarnation that may write under it."""
+        return self.offer.source
+
+    @property
+    def is_committed(self) -> bool:
+        """True when the sender said that it writes no more."""
+        return bool(self.first_token_ids)
+
+    @property
+    def is_whole(self) -> bool:
+        """True when every block of every layer landed intact."""
+        everything = (1 << len(self.block_ids)) - 1
+        return all(mask == everything for mask in self.landed)
+
+    def objection(self, header: PieceHeader) -> Unfit | None:
+        """Why this piece may not be written under the lease, or None."""
+        layout = self.offer.layout
+        if not _matches(header, layout):
+            return Unfit.WRONG_LAYOUT
+        if header.layer >= layout.num_layers or header.first_block + header.num_blocks > len(self.block_ids):
+            return Unfit.OUT_OF_RANGE
+        if header.first_block < self.held_blocks:
+            return Unfit.HELD_BLOCK
+        return Unfit.DUPLICATE if self.accepted[header.layer] & header.block_mask else None
+
+    def accept(self, header: PieceHeader) -> tuple[int, ...]:
+        """Marks the piece as on its way into memory; its blocks, in order."""
+        self.accepted[header.layer] |= header.block_mask
+        return self.block_ids[header.first_block : header.first_block + header.num_blocks]
+
+    def land(self, header: PieceHeader) -> None:
+        """Marks an accepted piece as written and verified; one that was not accepted changes nothing."""
+        self.landed[header.layer] |= header.block_mask & self.accepted[header.layer]
+
+    def grant(self, incarnation: int) -> KVGrant:
+        """The Grant; the same one however often it is asked for."""
+        return KVGrant(
+            source=incarnation,
+            target=self.sender,
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            lease_id=self.lease_id,
+            block_ids=self.block_ids,
+            held_blocks=self.held_blocks,
+        )
+
+    def sequence(self) -> Sequence:
+        """The sequence that decoding starts from: the prompt's KV is there, the first token's is not."""
+        num_prompt_tokens = len(self.offer.prompt_token_ids)
+        return Sequence(
+            key=self.key,
+            sample=0,
+            gateway=self.offer.gateway,
+            params=self.offer.params,
+            token_ids=[*self.offer.prompt_token_ids, *self.first_token_ids],
+            num_prompt_tokens=num_prompt_tokens,
+            block_table=list(self.block_ids),
+            num_computed_tokens=num_prompt_tokens,
+            status=SequenceStatus.RUNNING,
+        )
+
+
+def _matches(header: PieceHeader, layout: KVLayout) -> bool:
+    return (header.head_start, header.num_heads, header.head_dim, header.block_size, header.dtype) == (
+        0,
+        layout.num_kv_heads,
+        layout.head_dim,
+        layout.block_size,
+        layout.dtype,
+    )

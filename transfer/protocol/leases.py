@@ -1,0 +1,104 @@
+"""The receiver's leases and their blocks: the one place where blocks of a hand-over change state in the ledger.
+
+  grant                adopt (whole, committed)
+──────▶ live ─────────────────────────────────▶ the scheduler's
+          │ end, sender can not write any more
+          ├────────────────────────────────────▶ free
+          │ end, sender writes by itself and may still do so
+          └──▶ revoked ──▶ free   (KVReleased, or the sender's observed exit)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvrelay.blocks import BlockManager
+from kvrelay.messages import KVOffer, LeaseId, RejectReason
+from kvrelay.transfer.protocol.lease import Lease
+
+
+@dataclass(slots=True)
+class Revoked:
+    """A lease that ended, but whose blocks the sender may still write to; it is asked again from `ask_at` on."""
+
+    lease: Lease
+    reason: RejectReason
+    ask_at: float
+
+
+class Leases:
+    """Live leases by counter and by request, revoked ones by counter. A request has at most one live lease."""
+
+    def __init__(self, incarnation: int, blocks: BlockManager, *, one_sided: bool) -> None:
+        """`one_sided`: the sender writes into the blocks by itself, so they stay revoked until it lets go."""
+        self._incarnation = incarnation
+        self._blocks = blocks
+        self._one_sided = one_sided
+        self._live: dict[int, Lease] = {}
+        self._counter_of: dict[str, int] = {}
+        self._revoked: dict[int, Revoked] = {}
+        self._next_counter = 1
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(list(self._live.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks under live leases: granted and not yet adopted."""
+        return sum(len(lease.block_ids) for lease in self._live.values())
+
+    @property
+    def revoked(self) -> list[Revoked]:
+        """Leases that wait for their sender to let go."""
+        return list(self._revoked.values())
+
+    def of_request(self, request_id: str) -> Lease | None:
+        """The request's live lease."""
+        counter = self._counter_of.get(request_id)
+        return None if counter is None else self._live[counter]
+
+    def find(self, lease_id: LeaseId) -> Lease | None:
+        """The live lease of that name."""
+        return self._live.get(lease_id.counter) if lease_id.incarnation == self._incarnation else None
+
+    def grant(self, offer: KVOffer, count: int, now: float) -> Lease:
+        """A new lease of `count` blocks. The caller has made sure that they are free."""
+        lease_id = LeaseId(self._incarnation, self._next_counter)
+        self._next_counter += 1
+        lease = Lease(lease_id, offer, tuple(self._blocks.allocate(count)), until=now + offer.lease_s)
+        self._live[lease_id.counter] = lease
+        self._counter_of[offer.request_id] = lease_id.counter
+        return lease
+
+    def adopt(self, lease: Lease) -> None:
+        """The lease is over and its blocks, still leased in the ledger, are the scheduler's."""
+        self._remove(lease)
+
+    def end(self, lease: Lease, reason: RejectReason, ask_at: float, *, sender_done: bool = False) -> None:
+        """The lease is over without a sequence: its blocks become free, or revoked while the sender may write."""
+        self._remove(lease)
+        if sender_done or lease.is_committed or not self._one_sided:
+            self._blocks.release(lease.block_ids)
+            return
+        self._blocks.revoke(lease.block_ids)
+        self._revoked[lease.lease_id.counter] = Revoked(lease, reason, ask_at)
+
+    def confirm(self, lease_id: LeaseId, sender: int) -> bool:
+        """The sender lets go of a revoked lease; False if there is none of that name and sender."""
+        revoked = self._revoked.get(lease_id.counter)
+        if revoked is None or lease_id != revoked.lease.lease_id or sender != revoked.lease.sender:
+            return False
+        del self._revoked[lease_id.counter]
+        self._blocks.confirm(revoked.lease.block_ids)
+        return True
+
+    def confirm_all(self, sender: int) -> None:
+        """The sender is gone, and with it whatever it could still have written."""
+        for revoked in self.revoked:
+            self.confirm(revoked.lease.lease_id, sender)
+
+    def _remove(self, lease: Lease) -> None:
+        del self._live[lease.lease_id.counter]
+        del self._counter_of[lease.key.request_id]

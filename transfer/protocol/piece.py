@@ -1,0 +1,143 @@
+"""The binary header in front of every piece of KV, and the digest that makes a flipped bit anywhere noticed.
+
+A piece is a run of adjacent blocks of one layer: payload `[num_blocks, 2, num_heads, block_size, head_dim]`. The
+header is little-endian without padding, the digest last:
+
+    magic 4s | version u8 | dtype u8 | lease incarnation u64 | lease counter u64 | sender u64 | layer u16
+    | first_block u32 | num_blocks u32 | head_start u16 | num_heads u16 | block_size u16 | payload_bytes u64
+    | digest u64
+
+The digest is XXH3 (64 bits; https://github.com/Cyan4973/xxHash) over the header before it and the payload.
+"""
+
+import struct
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from kvrelay.errors import WireError
+from kvrelay.messages import LeaseId
+
+Payload = bytes | bytearray | memoryview
+
+MAGIC = b"KVRP"
+VERSION = 1
+_FIELDS = struct.Struct("<4sBBQQQHIIHHHQ")
+_DIGEST = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _DIGEST.size
+
+DTYPE_CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
+_DTYPES = {code: name for name, code in DTYPE_CODES.items()}
+_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class PieceHeader:
+    """What a piece holds and under which lease it comes. Block indexes count from the sequence's first block."""
+
+    lease_id: LeaseId
+    sender: int  # incarnation
+    layer: int
+    first_block: int
+    num_blocks: int
+    head_start: int
+    num_heads: int
+    block_size: int
+    dtype: str
+    payload_bytes: int
+    digest: int = 0
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head; it follows from the size of the payload."""
+        return self.payload_bytes // self._bytes_per_element_of_head
+
+    @property
+    def _bytes_per_element_of_head(self) -> int:
+        return self.num_blocks * 2 * self.num_heads * self.block_size * _ITEMSIZE[self.dtype]
+
+    @property
+    def block_mask(self) -> int:
+        """The piece's block indexes as bits of an integer."""
+        return ((1 << self.num_blocks) - 1) << self.first_block
+
+
+def _pack_fields(header: PieceHeader) -> bytes:
+    return _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        DTYPE_CODES[header.dtype],
+        *header.lease_id,
+        header.sender,
+        header.layer,
+        header.first_block,
+        header.num_blocks,
+        header.head_start,
+        header.num_heads,
+        header.block_size,
+        header.payload_bytes,
+    )
+
+
+def digest(header: PieceHeader, payload: Payload) -> int:
+    """XXH3 over every field of the header but the digest, then the payload."""
+    hasher = xxhash.xxh3_64(_pack_fields(header))
+    hasher.update(payload)
+    return hasher.intdigest()
+
+
+def seal(header: PieceHeader, payload: Payload) -> PieceHeader:
+    """The header with the digest filled in."""
+    return replace(header, digest=digest(header, payload))
+
+
+def is_intact(header: PieceHeader, payload: Payload) -> bool:
+    """True if neither a bit of the header nor of the payload differs from what was sealed."""
+    return memoryview(payload).nbytes == header.payload_bytes and digest(header, payload) == header.digest
+
+
+def pack(header: PieceHeader) -> bytes:
+    """Header to `HEADER_BYTES` bytes."""
+    return _pack_fields(header) + _DIGEST.pack(header.digest)
+
+
+def unpack(frame: Payload) -> PieceHeader:
+    """Bytes to a header that is consistent in itself. Whether it fits a lease is the receiver's to say.
+
+    Raises:
+        WireError: wrong length, magic or version, unknown dtype, an empty piece, or a payload size that does not
+            follow from blocks, heads and block size.
+    """
+    size = memoryview(frame).nbytes
+    if size != HEADER_BYTES:
+        raise WireError(f"A piece header has {HEADER_BYTES} bytes, not {size}.")
+    magic, version, dtype, incarnation, counter, *rest = _FIELDS.unpack_from(frame)
+    if magic != MAGIC or version != VERSION:
+        raise WireError(f"A piece header starts with {MAGIC!r} and version {VERSION}, not {magic!r} and {version}.")
+    if dtype not in _DTYPES:
+        raise WireError(f"A piece header names dtype {dtype}; the known ones are {DTYPE_CODES}.")
+    sender, layer, first_block, num_blocks, head_start, num_heads, block_size, payload_bytes = rest
+    header = PieceHeader(
+        LeaseId(incarnation, counter),
+        sender,
+        layer,
+        first_block,
+        num_blocks,
+        head_start,
+        num_heads,
+        block_size,
+        _DTYPES[dtype],
+        payload_bytes,
+        digest=_DIGEST.unpack_from(frame, _FIELDS.size)[0],
+    )
+    _check_size(header)
+    return header
+
+
+def _check_size(header: PieceHeader) -> None:
+    unit = header._bytes_per_element_of_head
+    if not unit or header.payload_bytes % unit or not 0 < header.payload_bytes // unit < 2**16:
+        raise WireError(
+            f"A piece of {header.num_blocks} blocks, {header.num_heads} heads and {header.block_size} tokens of "
+            f"{header.dtype} cannot have a payload of {header.payload_bytes} bytes."
+        )

@@ -1,0 +1,395 @@
+"""The receiving end of the hand-over: takes offers in turn, grants blocks, checks pieces, and adopts sequences.
+
+  KVOffer            grant()              Commit here, every block landed
+ ─────────▶ WAITING ─────────▶ LEASED ───────────────────────────────────▶ ADOPTED ──┐
+               │                  │ lease expired, KVReleased, sender lost           │ one maximum
+               │ abort, drain,    │ wrong digest, abort                              │ lease later
+               │ too old          ▼                                                  ▼
+               └──────────────▶ ENDED (aborted, expired, corrupt) ──────────────▶ forgotten
+
+A request is in one of these states with its newest attempt; older attempts are answered `aborted`, a newer one ends
+the older. ADOPTED and ENDED answer what comes late: the same Commit gets the same Ack, anything else its KVReject.
+
+Who tells the gateway: a Commit proves that the sender will not fail the attempt nor move it, so from the Commit on
+every end is told here. Before it, an end is the sender's to tell, since the attempt may live on elsewhere; only a
+wrong digest is told here at once, because the sender then drops the attempt.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from kvrelay.blocks import BlockManager
+from kvrelay.errors import HandOverFailed, WorkerLost
+from kvrelay.messages import (
+    Abort,
+    KVCommit,
+    KVOffer,
+    KVReleased,
+    LeaseId,
+    RefusalReason,
+    RejectReason,
+)
+from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
+from kvrelay.transfer.protocol.admission import Admission
+from kvrelay.transfer.protocol.answers import Answers
+from kvrelay.transfer.protocol.lease import Lease
+from kvrelay.transfer.protocol.leases import Leases
+from kvrelay.transfer.protocol.memory import Remembered
+from kvrelay.transfer.protocol.offers import Offers
+from kvrelay.transfer.protocol.piece import PieceHeader
+from kvrelay.types import KVLayout, RequestKey
+
+# Pause between two requests to let go of a revoked lease.
+_ASK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The answer to whatever still comes about an attempt. `reason` None: it was adopted."""
+
+    attempt: int
+    reason: RejectReason | None
+    lease_id: LeaseId | None = None
+    gateway: int = 0
+    told: bool = False  # the gateway knows
+
+
+class KVReceiver:
+    """All hand-overs that arrive in this process. `counters` says what was dropped or refused, and how often."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: int,
+        layout: KVLayout,
+        fingerprint: str,
+        blocks: BlockManager,
+        max_model_len: int,
+        max_queue: int,
+        max_lease_s: float,
+        one_sided: bool = False,
+        uncommitted_share: float = 0.3,
+        max_remembered: int = 2**16,
+    ) -> None:
+        """Starts with nothing granted. `uncommitted_share` is the part of all blocks that open leases may hold.
+
+        `one_sided`: senders write into granted blocks by themselves, so that a lease that ends leaves them revoked.
+        """
+        self.incarnation = incarnation
+        self.counters: Counter[str] = Counter()
+        self._layout = layout
+        self._blocks = blocks
+        self._answers = Answers(incarnation, self.counters)
+        self._max_uncommitted = int(uncommitted_share * blocks.num_blocks)
+        admission = Admission(layout, fingerprint, blocks.num_blocks, max_model_len, max_lease_s)
+        self._offers = Offers(admission, max_queue)
+        self._leases = Leases(incarnation, blocks, one_sided=one_sided)
+        self._ended: Remembered[str, Ended] = Remembered(max_lease_s, max_remembered)
+
+    @property
+    def num_waiting(self) -> int:
+        """Offers in the queue."""
+        return len(self._offers)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are neither adopted nor ended."""
+        return len(self._leases)
+
+    @property
+    def num_uncommitted_blocks(self) -> int:
+        """Blocks under those leases."""
+        return self._leases.num_blocks
+
+    # what comes over the wire
+
+    def on_message(self, peer: int, message: KVOffer | KVCommit | KVReleased | Abort, now: float) -> list[Action]:
+        """Something a sender says; `peer` is the incarnation at the other end of the connection."""
+        if message.source != peer:
+            return self._ignore("foreign_message")
+        if message.target not in (0, self.incarnation):
+            return self._on_stale(peer, message)
+        actions = self._end_overdue(now)
+        match message:
+            case KVOffer():
+                return actions + self._on_offer(peer, message, now)
+            case KVCommit():
+                return actions + self._on_commit(peer, message, now)
+            case KVReleased():
+                return actions + self._on_released(peer, message, now)
+            case Abort():
+                return actions + self._abort(message.key, now, told_by=peer)
+
+    def _on_stale(self, peer: int, message: KVOffer | KVCommit | KVReleased | Abort) -> list[Action]:
+        self.counters["stale_message"] += 1
+        if not isinstance(message, KVOffer | KVCommit):
+            return []
+        lease_id = message.lease_id if isinstance(message, KVCommit) else None
+        return [self._answers.reject(peer, message.key, RejectReason.STALE, lease_id, meant_for=message.target)]
+
+    def _on_offer(self, peer: int, offer: KVOffer, now: float) -> list[Action]:
+        known = self._newest_attempt(offer.request_id)
+        if known is not None and offer.attempt < known:
+            return [self._answers.reject(peer, offer.key, RejectReason.ABORTED)]
+        if known == offer.attempt:
+            return self._on_known_offer(peer, offer)
+        actions: list[Action] = []
+        if known is not None:
+            actions = self._abort(RequestKey(offer.request_id, offer.attempt - 1), now, told_by=None)
+        return actions + self._enqueue(peer, offer, now)
+
+    def _on_known_offer(self, peer: int, offer: KVOffer) -> list[Action]:
+        self.counters["repeated_offer"] += 1
+        if ended := self._ended.get(offer.request_id):
+            return [] if ended.reason is None else [self._answers.reject(peer, offer.key, ended.reason, ended.lease_id)]
+        lease = self._leases.of_request(offer.request_id)
+        if lease is not None and lease.sender == peer:
+            return [Send(peer, lease.grant(self.incarnation))]
+        return []
+
+    def _enqueue(self, peer: int, offer: KVOffer, now: float) -> list[Action]:
+        if refusal := self._offers.objection(offer):
+            return [self._answers.refuse(peer, offer.key, *refusal)]
+        self._ended.forget(offer.request_id)
+        self._offers.add(offer, now)
+        return []
+
+    def _on_commit(self, peer: int, commit: KVCommit, now: float) -> list[Action]:
+        lease = self._leases.of_request(commit.request_id)
+        if lease is None or lease.lease_id != commit.lease_id or lease.key != commit.key:
+            return self._on_late_commit(peer, commit, now)
+        if lease.sender != peer:
+            return self._ignore("foreign_message")
+        if len(commit.first_token_ids) != lease.offer.num_samples:
+            return self._fail(lease, RejectReason.CORRUPT, "The commit does not hold one token for each sample.", now)
+        if lease.is_committed:
+            return self._ignore("repeated_commit")
+        lease.first_token_ids = commit.first_token_ids
+        return self._adopt_if_whole(lease, now)
+
+    def _on_late_commit(self, peer: int, commit: KVCommit, now: float) -> list[Action]:
+        """The lease is not live: the same answer as before, or why there is none; the gateway hears of it once."""
+        ended = self._ended.get(commit.request_id)
+        newest = self._newest_attempt(commit.request_id)
+        if newest is not None and commit.attempt < newest:
+            return [self._answers.reject(peer, commit.key, RejectReason.ABORTED, commit.lease_id)]
+        if ended is None or ended.attempt != commit.attempt:
+            return [self._answers.reject(peer, commit.key, RejectReason.UNKNOWN, commit.lease_id)]
+        if ended.reason is None:
+            return self._acknowledge_again(peer, commit, ended)
+        actions: list[Action] = [self._answers.reject(peer, commit.key, ended.reason, commit.lease_id)]
+        if not ended.told:
+            self._ended.put(commit.request_id, replace(ended, told=True), now)
+            sentence = "The prompt was handed over after the decode worker's lease had ended."
+            actions.append(Failed(commit.key, ended.gateway, HandOverFailed.code, sentence))
+        return actions
+
+    def _acknowledge_again(self, peer: int, commit: KVCommit, ended: Ended) -> list[Action]:
+        if ended.lease_id != commit.lease_id:
+            return [self._answers.reject(peer, commit.key, RejectReason.UNKNOWN, commit.lease_id)]
+        self.counters["repeated_commit"] += 1
+        return [self._answers.ack(peer, commit.key, commit.lease_id)]
+
+    def _on_released(self, peer: int, message: KVReleased, now: float) -> list[Action]:
+        if self._leases.confirm(message.lease_id, peer):
+            return []
+        lease = self._leases.find(message.lease_id)
+        if lease is None or lease.sender != peer or lease.is_committed:
+            return self._ignore("late_release")
+        self._end(lease, RejectReason.EXPIRED, now, sender_done=True)
+        return []
+
+    # what comes on the data sockets
+
+    def accept(self, peer: int, header: PieceHeader) -> tuple[int, ...] | None:
+        """Local blocks for the payload, in order, or None: the piece must not be written.
+
+        Where the payload passes through the worker, it checks the digest before it writes; then it calls `landed` or
+        `corrupt`.
+        """
+        lease = self._leases.find(header.lease_id)
+        if lease is None:
+            self.counters["piece_stale_lease"] += 1
+            return None
+        if lease.sender != peer or header.sender != peer:
+            self.counters["piece_other_sender"] += 1
+            return None
+        objection = lease.objection(header)
+        if objection is not None:
+            self.counters[f"piece_{objection}"] += 1
+            return None
+        return lease.accept(header)
+
+    def landed(self, header: PieceHeader, now: float) -> list[Action]:
+        """An accepted piece is verified and written; the last one of a committed hand-over makes a sequence."""
+        actions = self._end_overdue(now)
+        lease = self._leases.find(header.lease_id)
+        if lease is None or lease.sender != header.sender:
+            self.counters["piece_stale_lease"] += 1
+            return actions
+        lease.land(header)
+        return actions + self._adopt_if_whole(lease, now)
+
+    def corrupt(self, header: PieceHeader, now: float) -> list[Action]:
+        """An accepted piece has the wrong digest: the attempt fails visibly rather than decode from it."""
+        self.counters["piece_corrupt"] += 1
+        actions = self._end_overdue(now)
+        lease = self._leases.find(header.lease_id)
+        if lease is None or lease.sender != header.sender:
+            return actions
+        sentence = f"Layer {header.layer} of the prompt's KV arrived damaged at the decode worker."
+        return actions + self._fail(lease, RejectReason.CORRUPT, sentence, now)
+
+    # what the worker tells
+
+    def grant(self, max_blocks: int, max_sequences: int, now: float) -> list[Action]:
+        """Grants waiting offers, first come first served, into the room the scheduler has; none is passed over."""
+        actions = self._end_overdue(now)
+        while max_sequences > 0 and (waiting := self._offers.first):
+            count = self._layout.num_blocks(len(waiting.offer.prompt_token_ids))
+            if count > min(max_blocks, self._blocks.num_free) or not self._may_be_uncommitted(count):
+                break
+            self._offers.remove(waiting)
+            lease = self._leases.grant(waiting.offer, count, now)
+            actions.append(Send(lease.sender, lease.grant(self.incarnation)))
+            max_blocks, max_sequences = max_blocks - count, max_sequences - 1
+        return actions
+
+    def abort(self, key: RequestKey, now: float) -> list[Action]:
+        """The gateway ends every attempt up to this one; valid before it is known, remembered for one lease."""
+        return self._end_overdue(now) + self._abort(key, now, told_by=None)
+
+    def on_peer_lost(self, incarnation: int, now: float) -> list[Action]:
+        """A process is gone: a sender's offers and leases end, a gateway's requests are aborted.
+
+        Where senders write by themselves this is the observed exit that frees revoked blocks, so call it only when
+        the process itself is known to be gone, not merely a connection.
+        """
+        actions = self._end_overdue(now)
+        for waiting in self._offers.all:
+            if waiting.offer.source == incarnation:
+                self._offers.remove(waiting)
+        for lease in self._leases:
+            if lease.sender == incarnation:
+                actions += self._end_of_lost_sender(lease, now)
+        self._leases.confirm_all(incarnation)
+        return actions + self._abort_gateway(incarnation, now)
+
+    def drain(self) -> list[Action]:
+        """Takes nothing new from now on and refuses what waits; leases run to their end."""
+        sentence = "The decode worker is leaving and takes nothing new."
+        waiting = [item.offer for item in self._offers.close()]
+        return [self._answers.refuse(offer.source, offer.key, RefusalReason.DRAINING, sentence) for offer in waiting]
+
+    def tick(self, now: float) -> list[Action]:
+        """Ends what is overdue, forgets what is old, and asks again for revoked leases."""
+        actions = self._end_overdue(now)
+        self._ended.forget_old(now)
+        for revoked in self._leases.revoked:
+            if revoked.ask_at <= now:
+                revoked.ask_at = now + _ASK_S
+                lease = revoked.lease
+                actions.append(self._answers.reject(lease.sender, lease.key, revoked.reason, lease.lease_id))
+        return actions
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, in the caller's monotonic seconds; None if there is nothing to wait for."""
+        times = [waiting.until for waiting in self._offers.all]
+        times += [lease.until for lease in self._leases]
+        times += [revoked.ask_at for revoked in self._leases.revoked]
+        return min(times, default=None)
+
+    # ends
+
+    def _adopt_if_whole(self, lease: Lease, now: float) -> list[Action]:
+        if not (lease.is_committed and lease.is_whole):
+            return []
+        self._leases.adopt(lease)
+        ended = Ended(lease.key.attempt, None, lease.lease_id, lease.offer.gateway)
+        self._ended.put(lease.key.request_id, ended, now)
+        return [Adopt(lease.sequence(), lease.sender), self._answers.ack(lease.sender, lease.key, lease.lease_id)]
+
+    def _abort(self, key: RequestKey, now: float, told_by: int | None) -> list[Action]:
+        """`told_by` is the sender that wants it; None when the sender has to be told."""
+        newest = self._newest_attempt(key.request_id)
+        if newest is not None and newest > key.attempt:
+            return []
+        actions: list[Action] = []
+        lease_id = None
+        if key.request_id in self._offers:
+            waiting = self._offers[key.request_id]
+            self._offers.remove(waiting)
+            actions = self._tell_aborted(waiting.offer, None, told_by)
+        elif lease := self._leases.of_request(key.request_id):
+            lease_id = lease.lease_id
+            self._end(lease, RejectReason.ABORTED, now)
+            actions = self._tell_aborted(lease.offer, lease_id, told_by)
+        else:
+            ended = self._ended.get(key.request_id)
+            if ended is None or ended.reason is None:
+                actions = [DropSequence(key)]
+        self._ended.put(key.request_id, Ended(key.attempt, RejectReason.ABORTED, lease_id, told=True), now)
+        return actions
+
+    def _tell_aborted(self, offer: KVOffer, lease_id: LeaseId | None, told_by: int | None) -> list[Action]:
+        if told_by == offer.source:
+            return []
+        return [self._answers.reject(offer.source, offer.key, RejectReason.ABORTED, lease_id)]
+
+    def _abort_gateway(self, incarnation: int, now: float) -> list[Action]:
+        keys = [item.offer.key for item in self._offers.all if item.offer.gateway == incarnation]
+        keys += [lease.key for lease in self._leases if lease.offer.gateway == incarnation]
+        return [action for key in keys for action in self._abort(key, now, told_by=None)]
+
+    def _end_overdue(self, now: float) -> list[Action]:
+        for waiting in self._offers.overdue(now):
+            self.counters["offer_expired"] += 1
+            self._offers.remove(waiting)
+        overdue = [lease for lease in self._leases if lease.until <= now]
+        return [action for lease in overdue for action in self._expire(lease, now)]
+
+    def _expire(self, lease: Lease, now: float) -> list[Action]:
+        self.counters["lease_expired"] += 1
+        if lease.is_committed:
+            sentence = f"Not all of the prompt's KV arrived within the lease of {lease.offer.lease_s} s."
+            return self._fail(lease, RejectReason.EXPIRED, sentence, now)
+        self._end(lease, RejectReason.EXPIRED, now)
+        return [self._answers.reject(lease.sender, lease.key, RejectReason.EXPIRED, lease.lease_id)]
+
+    def _end_of_lost_sender(self, lease: Lease, now: float) -> list[Action]:
+        self._end(lease, RejectReason.EXPIRED, now, sender_done=True, told=lease.is_committed)
+        if not lease.is_committed:
+            return []
+        sentence = "The prefill worker was lost before all of the prompt's KV had arrived."
+        return [Failed(lease.key, lease.offer.gateway, WorkerLost.code, sentence)]
+
+    def _fail(self, lease: Lease, reason: RejectReason, sentence: str, now: float) -> list[Action]:
+        """Ends the lease and tells both sides."""
+        self._end(lease, reason, now, told=True)
+        return [
+            self._answers.reject(lease.sender, lease.key, reason, lease.lease_id),
+            Failed(lease.key, lease.offer.gateway, HandOverFailed.code, sentence),
+        ]
+
+    def _end(
+        self, lease: Lease, reason: RejectReason, now: float, *, sender_done: bool = False, told: bool = False
+    ) -> None:
+        self._leases.end(lease, reason, now + _ASK_S, sender_done=sender_done)
+        ended = Ended(lease.key.attempt, reason, lease.lease_id, lease.offer.gateway, told)
+        self._ended.put(lease.key.request_id, ended, now)
+
+    def _newest_attempt(self, request_id: str) -> int | None:
+        if request_id in self._offers:
+            return self._offers[request_id].offer.attempt
+        if lease := self._leases.of_request(request_id):
+            return lease.key.attempt
+        ended = self._ended.get(request_id)
+        return ended.attempt if ended else None
+
+    def _may_be_uncommitted(self, count: int) -> bool:
+        open_blocks = self._leases.num_blocks
+        return open_blocks == 0 or open_blocks + count <= self._max_uncommitted
+
+    def _ignore(self, reason: str) -> list[Action]:
+        self.counters[reason] += 1
+        return []

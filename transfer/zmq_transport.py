@@ -1,0 +1,161 @@
+"""Payload over ZeroMQ: a bound ROUTER hears every sender, one DEALER per receiver reaches it.
+
+A piece is two frames, header and payload. The routing id is the sender's incarnation. Queues are short and bounded:
+a receiver that does not read makes `send` say no, which is an event for the sender and no reason to wait.
+"""
+
+import logging
+from collections import Counter
+
+import zmq
+
+from kvrelay.channel import bind, parse_routing_id, routing_id
+from kvrelay.errors import AddressInUse, WireError
+from kvrelay.messages import Peer
+from kvrelay.transfer.protocol.piece import HEADER_BYTES
+from kvrelay.transfer.transport import check_piece
+from kvrelay.types import Incarnation
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 2**20
+MAX_QUEUED_PIECES = 16
+# A connection that died in silence (a cable, a firewall) is noticed by ZeroMQ itself and made anew.
+HEARTBEAT_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 5_000
+
+
+class ZmqTransport:
+    """The transport that is always there."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        host: str,
+        ports: str,
+        *,
+        incarnation: Incarnation,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        max_queued: int = MAX_QUEUED_PIECES,
+    ) -> None:
+        """Binds at `host` to the first free port of `ports` (`0`, `7000` or `7000-7010`).
+
+        `max_queued` bounds the pieces that wait in each direction of one connection; a peer that sends a frame over
+        `max_frame_bytes` is disconnected.
+
+        Raises:
+            AddressInUse: no port could be bound.
+        """
+        self.counters: Counter[str] = Counter()
+        self._context = context
+        self._incarnation = incarnation
+        self._max_frame_bytes = max_frame_bytes
+        self._max_queued = max_queued
+        self._dealers: dict[Incarnation, zmq.Socket[bytes]] = {}
+        self._blocked: set[Incarnation] = set()
+        self._router = self._socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects replaces its dead connection
+        try:
+            self.endpoint = bind(self._router, host, ports)
+        except AddressInUse:
+            self.close()
+            raise
+
+    def sockets(self) -> tuple["zmq.Socket[bytes]", ...]:
+        """The socket that payload arrives at."""
+        return (self._router,)
+
+    def blocked(self) -> tuple["zmq.Socket[bytes]", ...]:
+        """Connections whose last `send` returned False; poll them for room."""
+        return tuple(self._dealers[incarnation] for incarnation in self._blocked)
+
+    def connect(self, peer: Peer) -> None:
+        """Connects early; a second call does nothing.
+
+        Raises:
+            WireError: the peer's data endpoint is malformed.
+        """
+        self._dealer(peer)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Closes the connection to a process that is gone, dropping what was not sent."""
+        self._blocked.discard(incarnation)
+        dealer = self._dealers.pop(incarnation, None)
+        if dealer is not None:
+            dealer.close(linger=0)
+
+    def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
+        """Queues one piece; False if the queue is full or there is no connection yet. Both buffers are copied.
+
+        Raises:
+            WireError: the peer's data endpoint is malformed.
+        """
+        dealer = self._dealer(peer)
+        try:
+            dealer.send_multipart([header, payload], zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            self.counters["payload_would_block"] += 1
+            self._blocked.add(peer.incarnation)
+            return False
+        self._blocked.discard(peer.incarnation)
+        return True
+
+    def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
+        """Pieces that are there now, until they exceed `max_bytes`; what is malformed is counted and dropped."""
+        pieces: list[tuple[Incarnation, bytes, bytes]] = []
+        while max_bytes > 0:
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            max_bytes -= sum(len(frame) for frame in frames)  # garbage counts too: it takes time to read
+            try:
+                pieces.append(_parse(frames))
+            except WireError as error:
+                self._malformed(str(error))
+        return pieces
+
+    def close(self) -> None:
+        """Closes every socket, dropping what was not sent."""
+        for incarnation in list(self._dealers):
+            self.forget(incarnation)
+        self._router.close(linger=0)
+
+    def _dealer(self, peer: Peer) -> "zmq.Socket[bytes]":
+        if peer.incarnation in self._dealers:
+            return self._dealers[peer.incarnation]
+        dealer = self._socket(zmq.DEALER)
+        dealer.setsockopt(zmq.ROUTING_ID, routing_id(self._incarnation))
+        dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a process that is not there
+        try:
+            dealer.connect(peer.data_endpoint)
+        except zmq.ZMQError as error:
+            dealer.close(linger=0)
+            raise WireError(f"{peer.name} cannot be reached at {peer.data_endpoint!r}: {error.strerror}.") from error
+        self._dealers[peer.incarnation] = dealer
+        return dealer
+
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        socket.setsockopt(zmq.SNDHWM, self._max_queued)
+        socket.setsockopt(zmq.RCVHWM, self._max_queued)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        return socket
+
+    def _malformed(self, reason: str) -> None:
+        """Counts what is not understood, and logs the first: a broken peer must not fill the disk."""
+        if not self.counters["payload_malformed"]:
+            log.warning("Dropped: %s Further ones are only counted.", reason)
+        self.counters["payload_malformed"] += 1
+
+
+def _parse(frames: list[bytes]) -> tuple[Incarnation, bytes, bytes]:
+    if len(frames) != 3:
+        raise WireError(f"A piece has a header of {HEADER_BYTES} bytes and a payload, not {len(frames) - 1} frames.")
+    identity, header, payload = frames
+    peer = parse_routing_id(identity)
+    check_piece(header, payload)
+    return peer, header, payload
