@@ -1,0 +1,235 @@
+"""What the gateway knows about the workers: who is there, who can be used, and why the others cannot.
+
+Pure: events in, facts out. `now` is always seconds on the caller's monotonic clock.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from kvrelay.messages import Peer, WorkerHello, WorkerLoad, WorkerStatus
+from kvrelay.types import Incarnation, Role
+
+_MAX_REMEMBERED_LOSSES = 16
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One living worker. `heard_s` is when it last said anything, `status` its newest heartbeat."""
+
+    hello: WorkerHello
+    heard_s: float
+    status: WorkerStatus | None = None
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """Which process it is."""
+        return self.hello.source
+
+    @property
+    def role(self) -> Role:
+        """What it does."""
+        return self.hello.role
+
+    @property
+    def draining(self) -> bool:
+        """True when it finishes what it has and takes nothing new."""
+        return self.status is not None and self.status.draining
+
+    @property
+    def load(self) -> WorkerLoad:
+        """What it said it has to do; zeros before its first heartbeat."""
+        return WorkerLoad() if self.status is None else self.status.load
+
+    @property
+    def peer(self) -> Peer:
+        """Where other workers reach it."""
+        hello = self.hello
+        return Peer(
+            name=hello.name,
+            incarnation=hello.source,
+            control_endpoint=hello.control_endpoint,
+            data_endpoint=hello.data_endpoint,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A worker that is gone."""
+
+    name: str
+    role: Role
+    reason: str
+    lost_s: float
+
+
+class Cluster:
+    """The workers of one gateway. A worker is used when it serves the gateway's model, is not draining, and has a
+    partner: a prefill worker needs a decode worker with the same KV layout, and the other way round."""
+
+    def __init__(self, model: str, fingerprint: str, *, death_s: float) -> None:
+        """`model` and `fingerprint` are the gateway's own; silence of `death_s` seconds means death."""
+        self.model = model
+        self.fingerprint = fingerprint
+        self._death_s = death_s
+        self._workers: dict[Incarnation, Worker] = {}
+        self._losses: deque[Loss] = deque(maxlen=_MAX_REMEMBERED_LOSSES)
+
+    def __contains__(self, incarnation: Incarnation) -> bool:
+        return incarnation in self._workers
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All living workers, in the order in which they came."""
+        return list(self._workers.values())
+
+    def get(self, incarnation: Incarnation) -> Worker | None:
+        """A living worker, or None."""
+        return self._workers.get(incarnation)
+
+    # events
+
+    def on_hello(self, hello: WorkerHello, now: float) -> list[Incarnation]:
+        """A worker came, or introduced itself again. Returns the dead it replaces: who listened at its address."""
+        replaced = [
+            worker.incarnation
+            for worker in self.workers
+            if worker.hello.control_endpoint == hello.control_endpoint and worker.incarnation != hello.source
+        ]
+        for incarnation in replaced:
+            self.on_lost(incarnation, now, "it was restarted")
+        status = self._workers[hello.source].status if hello.source in self._workers else None
+        self._workers[hello.source] = Worker(hello, now, status)
+        return replaced
+
+    def on_status(self, status: WorkerStatus, now: float) -> bool:
+        """A heartbeat. False: the worker is not known and should introduce itself."""
+        worker = self._workers.get(status.source)
+        if worker is None:
+            return False
+        worker.status, worker.heard_s = status, now
+        return True
+
+    def on_heard(self, incarnation: Incarnation, now: float) -> None:
+        """Anything else a worker says shows that it lives."""
+        if (worker := self._workers.get(incarnation)) is not None:
+            worker.heard_s = now
+
+    def on_lost(self, incarnation: Incarnation, now: float, reason: str = "its connection was lost") -> bool:
+        """A worker is gone. False: it was not there."""
+        worker = self._workers.pop(incarnation, None)
+        if worker is None:
+            return False
+        self._losses.append(Loss(worker.hello.name, worker.role, reason, now))
+        return True
+
+    def tick(self, now: float) -> list[Incarnation]:
+        """Declares the silent dead, and returns them."""
+        dead = [worker.incarnation for worker in self.workers if now - worker.heard_s > self._death_s]
+        for incarnation in dead:
+            self.on_lost(incarnation, now, f"it was silent for more than {self._death_s:g} s")
+        return dead
+
+    # facts
+
+    def pairs(self) -> list[tuple[Worker, list[Worker]]]:
+        """Every prefill worker that can be used, with the decode workers that can take its KV."""
+        decoders = self._fit(Role.DECODE)
+        pairs = [
+            (worker, [peer for peer in decoders if _compatible(worker, peer)]) for worker in self._fit(Role.PREFILL)
+        ]
+        return [pair for pair in pairs if pair[1]]
+
+    def colocated(self) -> list[Worker]:
+        """Workers that can serve a request alone."""
+        return self._fit(Role.BOTH)
+
+    @property
+    def ready(self) -> bool:
+        """True when a request can be served."""
+        return bool(self.colocated() or self.pairs())
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens, prompt and completion together, of the longest request that can be served now; 0 if none can."""
+        paired = [
+            min(worker.hello.max_model_len, max(peer.hello.max_model_len for peer in peers))
+            for worker, peers in self.pairs()
+        ]
+        return max(paired + [worker.hello.max_model_len for worker in self.colocated()], default=0)
+
+    @property
+    def why_not_ready(self) -> str:
+        """A sentence, empty when ready."""
+        if self.ready:
+            return ""
+        if not self._workers:
+            return "No worker has registered; start a prefill and a decode worker."
+        reasons = [f"{worker.hello.name}: {self.why_unused(worker)}" for worker in self.workers]
+        return f"None of the {len(reasons)} workers can be used. {' '.join(reasons)}"
+
+    def why_unused(self, worker: Worker) -> str:
+        """A sentence that says why a worker gets no requests; empty when it gets some."""
+        if own := self._own_problem(worker):
+            return own
+        if worker.role is Role.BOTH:
+            return ""
+        partner = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
+        partners = self._fit(partner)
+        if not partners:
+            return f"It waits for a {partner} worker."
+        if any(_compatible(worker, other) for other in partners):
+            return ""
+        return (
+            f"Its KV layout ({_layout(worker)}) is that of no {partner} worker ({_layout(partners[0])}); "
+            "start both with the same --block-size and --dtype."
+        )
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """Everything above as JSON values, for `/cluster`."""
+        return {
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "ready": self.ready,
+            "reason": self.why_not_ready,
+            "max_model_len": self.max_model_len,
+            "workers": [self._describe(worker, now) for worker in self.workers],
+            "lost": [
+                {"name": loss.name, "role": loss.role, "reason": loss.reason, "ago_s": now - loss.lost_s}
+                for loss in self._losses
+            ],
+        }
+
+    def _fit(self, role: Role) -> list[Worker]:
+        return [worker for worker in self.workers if worker.role is role and not self._own_problem(worker)]
+
+    def _own_problem(self, worker: Worker) -> str:
+        if worker.hello.fingerprint != self.fingerprint:
+            return (
+                f"It serves {worker.hello.model} ({worker.hello.fingerprint[:12]}), but this gateway serves "
+                f"{self.model} ({self.fingerprint[:12]}); start both with the same --model."
+            )
+        return "It is draining." if worker.draining else ""
+
+    def _describe(self, worker: Worker, now: float) -> dict[str, Any]:
+        hello, status, why = worker.hello, worker.status, self.why_unused(worker)
+        return {
+            **hello.model_dump(mode="json", exclude={"kind", "source", "target"}),
+            "incarnation": f"{hello.source:016x}",
+            "usable": not why,
+            "reason": why,
+            "draining": worker.draining,
+            "heartbeat_age_s": now - worker.heard_s,
+            "ledger": status and {**status.ledger.model_dump(), "conserved": status.ledger.conserved},
+            "load": worker.load.model_dump(),
+            "counters": dict(status.counters) if status else {},
+        }
+
+
+def _compatible(sender: Worker, receiver: Worker) -> bool:
+    return sender.hello.layout == receiver.hello.layout
+
+
+def _layout(worker: Worker) -> str:
+    layout = worker.hello.layout
+    return f"blocks of {layout.block_size} tokens in {layout.dtype}"
