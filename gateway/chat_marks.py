@@ -7,8 +7,8 @@ everything else is text.
 
 Some templates assemble special tokens of pieces (`'<|' + role + '|>'`), which no literal shows. For those, special
 tokens are looked for in the rendered text as well, and the user's strings are *guarded* meanwhile: every character
-with which a special token begins or ends is replaced by a stand-in of its own, so that none can begin or end in what
-a user wrote.
+with which a special token begins or ends is replaced by a stand-in of its own, and so is every character of a string
+that could be the inside of one. No special token can then begin or end in what a user wrote, or be completed by it.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,25 +29,20 @@ class ChatMarks:
     def __init__(self, special_tokens: Collection[str]) -> None:
         self._special = any_of(special_tokens)
         self._marks: dict[str, str] = {}
-        edges = sorted({token[0] for token in special_tokens} | {token[-1] for token in special_tokens})
-        self._guards = {ord(edge): _FIRST_GUARD + rank for rank, edge in enumerate(edges)}
-        self._unguards = {guard: edge for edge, guard in self._guards.items()}
-        if _FIRST_GUARD + len(edges) - 1 > _LAST_GUARD:
-            raise ModelError(
-                f"The model's special tokens begin or end in {len(edges)} ways; at most 1,024 can be told apart."
-            )
+        self._insides = "\0".join(special_tokens)
+        self._guards = _guards(self._insides)
+        self._unguards = {guard: character for character, guard in self._guards.items()}
+        edges = {ord(token[at]) for token in special_tokens for at in (0, -1)}
+        self._edge_guards = {edge: self._guards[edge] for edge in edges if edge in self._guards}
 
     def mark(self, literal: str) -> str:
         """Replaces the special tokens in a text of the template's own by marks."""
         return self._special.sub(lambda found: self._mark(found[0]), literal)
 
     def guard(self, value: Any, key: str | None = None) -> Any:
-        """Replaces what special tokens begin and end with in all strings of a JSON value.
-
-        The roles of the API stay as they are: templates assemble tokens of them.
-        """
+        """Guards all strings of a JSON value, except the roles of the API: templates assemble tokens of them."""
         if isinstance(value, str):
-            return value if key == "role" and value in _ROLES else value.translate(self._guards)
+            return value if key == "role" and value in _ROLES else self._guard_text(value)
         if isinstance(value, dict):
             return {name: self.guard(item, name) for name, item in value.items()}
         return [self.guard(item) for item in value] if isinstance(value, list) else value
@@ -64,6 +59,9 @@ class ChatMarks:
             for part in [piece] if piece.special else split(piece.text, self._special):
                 yield part if part.special else Segment(part.text.translate(self._unguards))
 
+    def _guard_text(self, text: str) -> str:
+        return text.translate(self._guards if text.strip() in self._insides else self._edge_guards)
+
     def _mark(self, token: str) -> str:
         mark = _FIRST_MARK + len(self._marks)
         if token not in self._marks and mark >= _FIRST_GUARD:
@@ -71,6 +69,17 @@ class ChatMarks:
                 "The model's chat template writes more than 1,024 different special tokens, which is not supported."
             )
         return self._marks.setdefault(token, chr(mark))
+
+
+def _guards(texts: str) -> dict[int, int]:
+    # White space stays, for templates trim it.
+    characters = sorted(character for character in set(texts) if not character.isspace())
+    if len(characters) > _LAST_GUARD - _FIRST_GUARD + 1:
+        raise ModelError(
+            f"The model's special tokens are written with {len(characters)} different characters; "
+            "at most 1,024 are supported."
+        )
+    return {ord(character): _FIRST_GUARD + rank for rank, character in enumerate(characters)}
 
 
 def check_input(value: Any) -> None:

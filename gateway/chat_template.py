@@ -15,7 +15,7 @@ from kvrelay.gateway.chat_marks import ChatMarks, check_input
 from kvrelay.gateway.segments import Segment
 from kvrelay.gateway.tokenizer import Tokenizer
 
-_MAX_LOOP_STEPS = 1_000_000
+_MAX_LOOP_STEPS = 200_000
 _MAX_CHARACTERS = 2**26
 _COUNT_STEP = "count_loop_step"
 # What a template's expressions can raise: its own errors, and Python's for operations that do not fit the values.

@@ -60,7 +60,7 @@ def _eos_token_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: Mapping
 
 def _checked_ids(path: Path, ids: object) -> frozenset[int]:
     found = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in found):
+    if not all(type(token_id) is int and token_id >= 0 for token_id in found):
         raise ModelError(f"{path} gives {ids!r} as eos_token_id; expected a token id or a list of them.")
     return frozenset(found)
 

@@ -137,7 +137,8 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
             f"The text has {text[error.start]!a}, half of a surrogate pair, at character {error.start}; "
             "send whole Unicode characters."
         ) from error
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    # `encode` holds the GIL throughout, `encode_batch_fast` releases it.
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _bos_ids(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
