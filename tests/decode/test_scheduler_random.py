@@ -1,0 +1,175 @@
+"""Decode scheduling under random arrivals, hand-overs, grants and aborts, at any moment, with few blocks."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.fake_runner import (
+    EOS,
+    FakeRunner,
+    check_batch,
+    check_ledger,
+    make_sequence,
+    next_token,
+    undisturbed,
+)
+
+from kvrelay.blocks import BlockManager
+from kvrelay.decode.scheduler import DecodeScheduler
+from kvrelay.errors import Overloaded
+from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 22
+LIVE = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.PREEMPTED)
+SIZES = st.integers(1, MAX_MODEL_LEN - 1)
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    """Drives one scheduler and plays the receiver, whose grants come and go beside it."""
+
+    @initialize(num_blocks=st.integers(6, 13), max_batch_tokens=st.integers(1, 10), max_num_seqs=st.integers(1, 5))
+    def begin(self, num_blocks: int, max_batch_tokens: int, max_num_seqs: int) -> None:
+        self.limits = (max_batch_tokens, max_num_seqs)
+        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
+        self.runner = FakeRunner(BLOCK_SIZE)
+        self.scheduler = DecodeScheduler(
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            max_queue=5,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset({EOS}),
+        )
+        self.sequences: list[Sequence] = []
+        self.tokens: dict[Sequence, list[int]] = {}
+        self.granted: list[Sequence] = []
+        self.batch = Batch()
+
+    def having(self, *statuses: SequenceStatus) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.status in statuses]
+
+    def new(self, size: int, max_tokens: int, ignore_eos: bool, attempt: int) -> Sequence:
+        name = f"r{len(self.sequences) + len(self.granted)}"
+        return make_sequence(name, size, max_tokens=max_tokens, ignore_eos=ignore_eos, attempt=attempt)
+
+    @rule(size=SIZES, max_tokens=st.integers(1, 30), ignore_eos=st.booleans(), attempt=st.integers(0, 1))
+    def add(self, size: int, max_tokens: int, ignore_eos: bool, attempt: int) -> None:
+        sequence = self.new(size, max_tokens, ignore_eos, attempt)
+        try:
+            self.scheduler.add(sequence)
+        except Overloaded:
+            assert len(self.having(SequenceStatus.WAITING, SequenceStatus.PREEMPTED)) >= 5
+        else:
+            self.sequences.append(sequence)
+            self.tokens[sequence] = []
+
+    @rule(size=SIZES, max_tokens=st.integers(2, 30), ignore_eos=st.booleans())
+    def grant(self, size: int, max_tokens: int, ignore_eos: bool) -> None:
+        room, seats = self.scheduler.grant_allowance()
+        running = len(self.having(SequenceStatus.RUNNING))
+        assert (room, seats) == (0, 0) or not self.having(SequenceStatus.PREEMPTED)
+        assert room == 0 or room + running <= self.blocks.num_free
+        need = self.blocks.blocks_for(size)
+        leased = sum(len(sequence.block_table) for sequence in self.granted)
+        small = leased + need <= 0.3 * self.blocks.num_blocks or not self.granted
+        if need <= room and len(self.granted) < seats and small:
+            sequence = self.new(size, max_tokens, ignore_eos, attempt=0)
+            sequence.block_table = self.blocks.allocate(need)
+            self.runner.write(sequence, 0, size)
+            self.granted.append(sequence)
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data(), commit=st.booleans())
+    def end_grant(self, data: st.DataObject, commit: bool) -> None:
+        sequence = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
+        if not commit:
+            self.blocks.release(sequence.block_table)
+            return
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.token_ids.append(next_token(sequence.token_ids))
+        self.scheduler.adopt(sequence)
+        self.sequences.append(sequence)
+        self.tokens[sequence] = sequence.token_ids[-1:]
+
+    @rule(data=st.data(), attempt=st.integers(0, 1))
+    def abort(self, data: st.DataObject, attempt: int) -> None:
+        if self.sequences:
+            key = RequestKey(data.draw(st.sampled_from(self.sequences)).key.request_id, attempt)
+            hit = {sequence for sequence in self.having(*LIVE) if key.covers(sequence.key)}
+            assert set(self.scheduler.abort(key)) == hit
+
+    @precondition(lambda self: not self.batch)
+    @rule()
+    def schedule(self) -> None:
+        waiting, running = self.having(SequenceStatus.WAITING), self.having(SequenceStatus.RUNNING)
+        self.batch = self.scheduler.schedule()
+        check_batch(self.batch, BLOCK_SIZE, *self.limits)
+        self.check_preemption(running)
+        started = [sequence for sequence in waiting if sequence.status is SequenceStatus.RUNNING]
+        assert started == waiting[: len(started)]  # nobody overtakes
+        assert not started or not self.having(SequenceStatus.PREEMPTED)  # those resume first
+        self.check_progress()
+
+    def check_preemption(self, running: list[Sequence]) -> None:
+        """Whoever lost its blocks came after everyone who has some, and that only when no block was left."""
+        lost = [sequence.arrival for sequence in running if sequence.status is SequenceStatus.PREEMPTED]
+        kept = [sequence.arrival for sequence in self.having(SequenceStatus.RUNNING)]
+        assert not lost or max(kept) < min(lost)
+
+    def check_progress(self) -> None:
+        """The oldest that has blocks moves, and somebody always has; only grants may keep it waiting."""
+        running = self.having(SequenceStatus.RUNNING)
+        oldest = min(running, key=lambda sequence: sequence.arrival, default=None)
+        moves = oldest in [item.sequence for item in self.batch.scheduled]
+        assert moves or self.granted or not self.having(*LIVE)
+
+    @precondition(lambda self: self.batch)
+    @rule()
+    def compute(self) -> None:
+        expected = [
+            item.sequence
+            for item in self.batch.scheduled
+            if item.samples and item.sequence.status is not SequenceStatus.ABORTED
+        ]
+        new = self.scheduler.complete(self.batch, self.runner.run(self.batch))
+        self.batch = Batch()
+        assert [token.sequence for token in new] == expected
+        for token in new:
+            told = self.tokens[token.sequence]
+            assert (token.sample, token.index) == (0, len(told))
+            told.append(token.token_id)
+            assert (token.finish_reason is None) == (token.sequence.status is SequenceStatus.RUNNING)
+            if token.finish_reason:
+                assert (told, token.finish_reason) == undisturbed(token.sequence, MAX_MODEL_LEN)
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        check_ledger(self.blocks, self.sequences, [sequence.block_table for sequence in self.granted])
+
+    @invariant()
+    def load_is_what_is_there(self) -> None:
+        load = self.scheduler.load
+        assert self.scheduler.has_work == bool(load.num_running + load.num_waiting)
+        assert load.num_waiting == len(self.having(SequenceStatus.WAITING, SequenceStatus.PREEMPTED))
+
+    def teardown(self) -> None:
+        """No more arrivals: everything ends, in a bounded number of steps, with the tokens it would have got alone."""
+        if not hasattr(self, "sequences"):
+            return
+        while self.granted:
+            self.blocks.release(self.granted.pop().block_table)
+        steps_left = 2 + 2 * MAX_MODEL_LEN * len(self.having(*LIVE))
+        while self.batch or self.scheduler.has_work:
+            assert steps_left
+            steps_left -= 1
+            if not self.batch:
+                self.schedule()
+            self.compute()
+        assert self.blocks.ledger.leased == 0
+        for sequence in self.having(SequenceStatus.FINISHED):
+            assert self.tokens[sequence] == undisturbed(sequence, MAX_MODEL_LEN)[0]
+        assert not self.having(*LIVE)
+
+
+TestDecode = DecodeMachine.TestCase
+TestDecode.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
