@@ -1,0 +1,116 @@
+"""The piece header: what goes in comes out, and nothing else is taken for it."""
+
+import struct
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrelay.errors import WireError
+from kvrelay.messages import LeaseId
+from kvrelay.transfer.protocol.piece import DTYPE_CODES, HEADER_BYTES, PieceHeader, is_intact, pack, seal, unpack
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> PieceHeader:
+    dtype = draw(st.sampled_from(sorted(DTYPE_CODES)))
+    num_blocks, num_heads, block_size, head_dim = (draw(st.integers(1, 64)) for _ in range(4))
+    itemsize = 4 if dtype == "float32" else 2
+    return PieceHeader(
+        lease_id=LeaseId(draw(U64), draw(U64)),
+        sender=draw(U64),
+        layer=draw(st.integers(0, 2**16 - 1)),
+        first_block=draw(st.integers(0, 2**32 - 1)),
+        num_blocks=num_blocks,
+        head_start=draw(st.integers(0, 2**16 - 1)),
+        num_heads=num_heads,
+        block_size=block_size,
+        dtype=dtype,
+        payload_bytes=num_blocks * 2 * num_heads * block_size * head_dim * itemsize,
+        digest=draw(U64),
+    )
+
+
+def small_piece() -> tuple[PieceHeader, bytes]:
+    payload = bytes(range(32))
+    header = PieceHeader(LeaseId(7, 1), 9, 1, 3, 2, 0, 1, 2, "float16", len(payload))
+    return seal(header, payload), payload
+
+
+@given(headers())
+def test_a_header_survives_the_wire(header: PieceHeader) -> None:
+    assert unpack(pack(header)) == header
+
+
+@given(headers())
+def test_head_dim_follows_from_the_payload(header: PieceHeader) -> None:
+    itemsize = 4 if header.dtype == "float32" else 2
+    values = header.num_blocks * 2 * header.num_heads * header.block_size * header.head_dim
+    assert values * itemsize == header.payload_bytes
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=2 * HEADER_BYTES) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_random_bytes_are_a_wire_error_and_nothing_worse(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        unpack(frame)
+
+
+@settings(max_examples=300)
+@given(st.binary(min_size=HEADER_BYTES - 6, max_size=HEADER_BYTES - 6))
+def test_random_fields_behind_a_right_start_are_consistent_or_a_wire_error(rest: bytes) -> None:
+    try:
+        header = unpack(b"KVRP\x01\x02" + rest)
+    except WireError:
+        return
+    assert pack(header) == b"KVRP\x01\x02" + rest
+
+
+def test_every_flipped_bit_of_a_piece_is_noticed() -> None:
+    header, payload = small_piece()
+    frame = pack(header) + payload
+    assert is_intact(unpack(frame[:HEADER_BYTES]), frame[HEADER_BYTES:])
+    for bit in range(8 * len(frame)):
+        flipped = bytearray(frame)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            found = unpack(flipped[:HEADER_BYTES])
+        except WireError:
+            continue
+        assert not is_intact(found, flipped[HEADER_BYTES:]), f"bit {bit}"
+
+
+def test_a_truncated_or_padded_payload_is_not_intact() -> None:
+    header, payload = small_piece()
+    assert not is_intact(header, payload[:-1])
+    assert not is_intact(header, payload + b"\0")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"payload_bytes": 31}, {"payload_bytes": 0}, {"num_blocks": 0}, {"num_heads": 0}, {"block_size": 0}],
+)
+def test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error(change: dict[str, int]) -> None:
+    with pytest.raises(WireError, match="cannot have a payload"):
+        unpack(pack(replace(small_piece()[0], **change)))  # type: ignore[arg-type]
+
+
+def test_wrong_magic_version_dtype_and_length_are_named() -> None:
+    frame = bytearray(pack(small_piece()[0]))
+    with pytest.raises(WireError, match="starts with"):
+        unpack(b"KVRX" + frame[4:])
+    with pytest.raises(WireError, match="starts with"):
+        unpack(frame[:4] + b"\x02" + frame[5:])
+    with pytest.raises(WireError, match="dtype 9"):
+        unpack(frame[:5] + b"\x09" + frame[6:])
+    with pytest.raises(WireError, match=f"{HEADER_BYTES} bytes, not {HEADER_BYTES + 1}"):
+        unpack(frame + b"\0")
+
+
+def test_the_header_is_what_its_docstring_says() -> None:
+    header, _ = small_piece()
+    fields = struct.unpack("<4sBBQQQHIIHHHQQ", pack(header))
+    assert fields == (b"KVRP", 1, 2, 7, 1, 9, 1, 3, 2, 0, 1, 2, 32, header.digest)

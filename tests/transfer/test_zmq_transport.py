@@ -1,0 +1,220 @@
+"""Payload over real ZeroMQ sockets on this machine."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+
+from kvrelay.channel import routing_id
+from kvrelay.errors import AddressInUse, WireError
+from kvrelay.messages import LeaseId, Peer
+from kvrelay.transfer.protocol.piece import HEADER_BYTES, PieceHeader, is_intact, pack, seal, unpack
+from kvrelay.transfer.transport import Transport
+from kvrelay.transfer.zmq_transport import ZmqTransport
+
+SENDER, RECEIVER = 1, 2
+Piece = tuple[int, bytes, bytes]
+
+
+class Sockets:
+    """Makes transports and raw sockets, and closes them all."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stack = ExitStack()
+
+    def transport(self, incarnation: int, ports: str = "0", *, max_queued: int = 16) -> ZmqTransport:
+        made = ZmqTransport(
+            self.context, "127.0.0.1", ports, incarnation=incarnation, max_frame_bytes=2**22, max_queued=max_queued
+        )
+        self._stack.callback(made.close)
+        return made
+
+    def dealer(self, endpoint: str, identity: bytes = b"") -> "zmq.Socket[bytes]":
+        made = self.context.socket(zmq.DEALER)
+        self._stack.callback(made.close, linger=0)
+        if identity:
+            made.setsockopt(zmq.ROUTING_ID, identity)
+        made.connect(endpoint)
+        return made
+
+    def close(self) -> None:
+        self._stack.close()
+        self.context.term()
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    made = Sockets()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def receiver(sockets: Sockets) -> ZmqTransport:
+    return sockets.transport(RECEIVER)
+
+
+@pytest.fixture
+def sender(sockets: Sockets) -> ZmqTransport:
+    return sockets.transport(SENDER)
+
+
+def peer_of(transport: ZmqTransport, incarnation: int = RECEIVER) -> Peer:
+    endpoint = transport.endpoint
+    return Peer(name="d", incarnation=incarnation, control_endpoint=endpoint, data_endpoint=endpoint)
+
+
+def piece(number: int, num_blocks: int = 1) -> tuple[bytes, bytes]:
+    payload = number.to_bytes(4, "little") * (num_blocks * 1024)
+    header = PieceHeader(LeaseId(RECEIVER, 1), SENDER, 0, number, num_blocks, 0, 4, 16, "float16", len(payload))
+    return pack(seal(header, payload)), payload
+
+
+def receive(transport: ZmqTransport, enough: Callable[[list[Piece]], bool]) -> list[Piece]:
+    """Polls until enough came; gives what is there after ten seconds."""
+    found: list[Piece] = []
+    for _ in range(200):
+        found += transport.receive(2**24)
+        if enough(found):
+            break
+        zmq.zmq_poll([(item, zmq.POLLIN) for item in transport.sockets()], 50)
+    return found
+
+
+def send(transport: ZmqTransport, peer: Peer, header: bytes, payload: bytes) -> None:
+    """Polls for room as long as the transport says that it would block."""
+    for _ in range(200):
+        if transport.send(peer, header, payload):
+            return
+        zmq.zmq_poll([(item, zmq.POLLOUT) for item in transport.blocked()], 50)
+    raise AssertionError("the piece never left")
+
+
+def test_it_is_a_transport(sender: ZmqTransport) -> None:
+    transport: Transport = sender
+    assert transport.endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_pieces_arrive_whole_and_in_order(sender: ZmqTransport, receiver: ZmqTransport) -> None:
+    sender.connect(peer_of(receiver))
+    sent = [piece(number, num_blocks=1 + number % 7) for number in range(60)]
+    found: list[Piece] = []
+    for header, payload in sent:
+        send(sender, peer_of(receiver), header, payload)
+        found += receiver.receive(2**24)
+    found += receive(receiver, lambda more: len(found) + len(more) == len(sent))
+    assert found == [(SENDER, header, payload) for header, payload in sent]
+    assert all(is_intact(unpack(header), payload) for _, header, payload in found)
+
+
+def test_receive_stops_at_its_limit(sender: ZmqTransport, receiver: ZmqTransport) -> None:
+    for number in range(3):
+        send(sender, peer_of(receiver), *piece(number))
+    assert len(receive(receiver, lambda found: len(found) == 3)) == 3
+    for number in range(3):
+        send(sender, peer_of(receiver), *piece(number))
+    zmq.zmq_poll([(item, zmq.POLLIN) for item in receiver.sockets()], 5_000)
+    assert len(receiver.receive(1)) == 1
+
+
+def test_a_receiver_that_does_not_read_makes_send_say_no(sockets: Sockets) -> None:
+    receiver = sockets.transport(RECEIVER, max_queued=2)
+    sender = sockets.transport(SENDER, max_queued=2)
+    header, payload = piece(1, num_blocks=256)  # 1 MiB
+    num_sent = 0
+    send(sender, peer_of(receiver), header, payload)
+    while sender.send(peer_of(receiver), header, payload):
+        num_sent += 1
+        assert num_sent < 1_000
+    assert sender.counters["payload_would_block"] >= 1
+    assert len(sender.blocked()) == 1
+    assert len(receive(receiver, lambda found: len(found) > num_sent)) > num_sent
+    send(sender, peer_of(receiver), header, payload)
+    assert not sender.blocked()
+
+
+def test_nothing_queues_for_a_process_that_is_not_there(sender: ZmqTransport, sockets: Sockets) -> None:
+    gone = sockets.transport(RECEIVER)
+    peer = peer_of(gone)
+    gone.close()
+    assert not sender.send(peer, *piece(1))
+    sender.forget(RECEIVER)
+    assert not sender.blocked()
+    sender.forget(RECEIVER)  # a second time is fine
+
+
+def test_garbage_frames_are_counted_and_the_next_piece_still_arrives(
+    sender: ZmqTransport, receiver: ZmqTransport, sockets: Sockets
+) -> None:
+    header, payload = piece(1)
+    garbage = [
+        [b""],
+        [header],
+        [b"x" * HEADER_BYTES, payload],
+        [header, payload[:-1]],
+        [header, payload + b"x"],
+        [header[:-1], payload],
+        [header, payload, b"more"],
+    ]
+    raw = sockets.dealer(receiver.endpoint, routing_id(5))
+    nameless = sockets.dealer(receiver.endpoint)
+    for frames in garbage:
+        raw.send_multipart(frames)
+    nameless.send_multipart([header, payload])
+    assert receive(receiver, lambda _: receiver.counters["payload_malformed"] == len(garbage) + 1) == []
+    assert receiver.counters["payload_malformed"] == len(garbage) + 1
+    send(sender, peer_of(receiver), header, payload)
+    assert receive(receiver, bool) == [(SENDER, header, payload)]
+
+
+def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(
+    sender: ZmqTransport, receiver: ZmqTransport, sockets: Sockets
+) -> None:
+    raw = sockets.dealer(receiver.endpoint)
+    monitor = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    raw.send_multipart([b"x" * HEADER_BYTES, b"y" * (2**22 + 1)])
+    assert monitor.poll(10_000), "the connection should have been closed"
+    raw.disable_monitor()
+    monitor.close(linger=0)
+    send(sender, peer_of(receiver), *piece(1))
+    assert len(receive(receiver, bool)) == 1
+
+
+def test_a_receiver_that_restarts_at_the_same_address_is_reached_again(sender: ZmqTransport, sockets: Sockets) -> None:
+    """Idle for a while, then the first request fails: here a dead connection is not kept."""
+    old = sockets.transport(RECEIVER)
+    send(sender, peer_of(old), *piece(1))
+    assert len(receive(old, bool)) == 1
+    port = old.endpoint.rpartition(":")[2]
+    old.close()
+    new = _bind_again(sockets, port)
+    send(sender, peer_of(new), *piece(2))
+    assert [unpack(header).first_block for _, header, _ in receive(new, bool)] == [2]
+
+
+def _bind_again(sockets: Sockets, port: str) -> ZmqTransport:
+    for _ in range(100):
+        try:
+            return sockets.transport(RECEIVER, port)
+        except AddressInUse:
+            zmq.zmq_poll([], 20)
+    raise AssertionError("the port was not given back")
+
+
+def test_a_malformed_endpoint_is_a_wire_error(sender: ZmqTransport) -> None:
+    peer = Peer(name="d", incarnation=3, control_endpoint="x", data_endpoint="nowhere")
+    with pytest.raises(WireError, match="d cannot be reached at 'nowhere'"):
+        sender.connect(peer)
+
+
+def test_each_port_of_a_range_is_tried(sockets: Sockets) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressInUse):
+            sockets.transport(1, str(port))
+        if port < 65_500:
+            transport = sockets.transport(1, f"{port}-{port + 30}")
+            assert not transport.endpoint.endswith(f":{port}")
