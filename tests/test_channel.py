@@ -105,6 +105,19 @@ def test_the_connecting_end_sees_loss_and_return(context: "zmq.Context[zmq.Socke
     second.close()
 
 
+def test_a_process_that_reconnects_is_heard_even_while_its_old_connection_seems_alive(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    first = connect()
+    first.send(Drain(source=THERE))
+    until(listener.receive)
+    second = connect()  # the first is still open, as after a cable was pulled
+    second.send(Drain(source=THERE))
+    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    assert listener.send(THERE, Drain(source=HERE))
+    assert until(second.receive) == [Drain(source=HERE)]
+
+
 def test_nobody_there_is_an_answer_not_an_error(listener: Listener) -> None:
     assert not listener.send(999, Drain(source=HERE))
     assert listener.counters["unknown_peer"] == 1

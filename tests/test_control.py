@@ -40,6 +40,9 @@ class Pipe:
     def sockets(self) -> list["zmq.Socket[bytes]"]:
         return []
 
+    def blocked(self) -> list["zmq.Socket[bytes]"]:
+        return []
+
     def connect(self, peer: Peer) -> None:
         return
 

@@ -154,6 +154,7 @@ class Listener(_Channel):
         """
         super().__init__(context, zmq.ROUTER, incarnation)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects is heard, even before the old loss is seen
         self._peer_of_fd: dict[int, Incarnation] = {}
         self._lost: list[Incarnation] = []
         try:

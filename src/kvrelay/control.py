@@ -46,6 +46,10 @@ class DataPlane(Protocol):
         """Sockets to poll for incoming payload."""
         ...
 
+    def blocked(self) -> Iterable["zmq.Socket[bytes]"]:
+        """Sockets to poll for room: those whose last `send` would have blocked."""
+        ...
+
     def connect(self, peer: Peer) -> None:
         """Opens a connection early."""
         ...
@@ -181,13 +185,15 @@ class ControlThread:
                 poller.register(channel.monitor, zmq.POLLIN)
             for data_socket in self._data.sockets():
                 poller.register(data_socket, zmq.POLLIN)
+        for data_socket in self._data.blocked():
+            poller.register(data_socket, zmq.POLLOUT)
         ready = dict(poller.poll(self._patience_ms()))
         if self._mailbox.wake_socket.fileno() in ready:
             self._mailbox.wake_socket.recv(4096)
 
     def _patience_ms(self) -> int:
         until_beat = max(0.0, self._next_beat - self._clock())
-        patience_s = min(until_beat, RETRY_S) if self._unsent or not self._mailbox.has_room else until_beat
+        patience_s = until_beat if self._mailbox.has_room else min(until_beat, RETRY_S)
         return math.ceil(1000 * patience_s)
 
     def _hear(self) -> None:

@@ -32,7 +32,8 @@ def _scores(row: np.ndarray, sequence: Sequence) -> np.ndarray:
     if params.temperature == 0.0:
         return row.copy()
     noise = gumbel_noise(params.seed, sequence.sample, sequence.num_generated_tokens, len(row))
-    return filtered_logits(row, params) + noise
+    scores: np.ndarray = filtered_logits(row, params) + noise
+    return scores
 
 
 class Reference:

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvrelay.types import SamplingParams
 from tests.e2e.cluster import running
 from tests.e2e.reference import Reference
 from tests.e2e.requests import complete_all, prompts
-
-from kvrelay.types import SamplingParams
 
 NUM_TOKENS = 12
 VOCAB = 40000

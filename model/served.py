@@ -1,0 +1,35 @@
+"""From a worker's settings to the model it serves."""
+
+from kvrelay.checkpoint import resolve
+from kvrelay.config import WorkerSettings
+from kvrelay.model.load import load
+from kvrelay.model.runner import ModelRunner
+from kvrelay.process import ServedModel
+
+
+def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
+    """Loads the model and says what others must know about it.
+
+    Raises:
+        StartError: the model or the machine does not allow it, in one sentence.
+    """
+    checkpoint = resolve(settings.model, settings.cache_dir)
+    runner = load(
+        checkpoint,
+        cache_dir=settings.cache_dir,
+        device=settings.device,
+        dtype=settings.dtype,
+        block_size=settings.block_size,
+        kv_memory_bytes=settings.kv_memory,
+        workers_on_machine=settings.workers_on_machine,
+        max_model_len=settings.max_model_len,
+    )
+    served = ServedModel(
+        name=checkpoint.name,
+        fingerprint=checkpoint.fingerprint,
+        max_model_len=runner.config.max_model_len,
+        vocab_size=runner.config.vocab_size,
+        layout=runner.kv_cache.layout,
+        device=str(runner.network.device),
+    )
+    return runner, served

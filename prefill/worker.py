@@ -1,0 +1,213 @@
+"""The prefill worker: computes prompts and pushes their KV, layer by layer, to decode workers."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from kvrelay.blocks import BlockManager
+from kvrelay.config import WorkerSettings
+from kvrelay.errors import Draining, RequestError
+from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, SendPayload, ToPeer
+from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, Ledger, PrefillRequest, TokenOutput, WorkerLoad
+from kvrelay.model.runner import ModelRunner
+from kvrelay.model.served import load_served
+from kvrelay.outputs import OutputStore
+from kvrelay.prefill.scheduler import PrefillScheduler
+from kvrelay.process import WorkerProcess, new_incarnation
+from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send, SendPiece
+from kvrelay.transfer.protocol.piece import pack, seal
+from kvrelay.transfer.protocol.sender import KVSender
+from kvrelay.transfer.zmq_transport import ZmqTransport
+from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, Sequence
+from kvrelay.worker import Worker, WorkerContext
+
+
+class PrefillWorker(Worker):
+    """Runs prompts in chunks; after each layer its finished blocks leave and messages are looked at."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        runner: ModelRunner,
+        scheduler: PrefillScheduler,
+        sender: KVSender,
+        blocks: BlockManager,
+        lease_s: float,
+    ) -> None:
+        """Owns all of them; `blocks` are the scheduler's. No payload waits longer than `lease_s` seconds to be sent."""
+        super().__init__(context)
+        self._blocks = blocks
+        self._runner = runner
+        self._scheduler = scheduler
+        self._sender = sender
+        self._lease_s = lease_s
+        self._requests: dict[RequestKey, tuple[Sequence, PrefillRequest]] = {}
+
+    # the loop
+
+    def schedule(self) -> Batch:
+        """The next chunks; prompts that run or come next are offered to a decode worker."""
+        batch = self._scheduler.schedule()
+        for sequence in self._scheduler.to_offer():
+            _, request = self._requests[sequence.key]
+            self._do(self._sender.offer(sequence, request.candidates, request.num_samples, self._clock()))
+        return batch
+
+    def compute(self, batch: Batch) -> list[int | None]:
+        """One forward pass, its KV leaving layer by layer."""
+        layers = self._runner.run(batch)
+        while True:
+            try:
+                layer = next(layers)
+            except StopIteration as result:
+                sampled: list[int | None] = result.value
+                return sampled
+            for item in batch.scheduled:
+                end = item.sequence.num_computed_tokens + item.num_tokens
+                self._sender.advance(item.sequence.key, layer, end)
+            self.take_messages(0.0)
+
+    def complete(self, batch: Batch, sampled: list[int | None]) -> None:
+        """Prompts that are done: their KV goes to the end, or they end at their first token."""
+        for sequence in self._scheduler.complete(batch, sampled):
+            if self._finish_reason(sequence) is None:
+                self._do(self._sender.commit(sequence.key, (sequence.token_ids[-1],), self._clock()))
+            else:
+                self._report_first(sequence)
+                self._do(self._sender.abort(sequence.key, self._clock()))
+                self._forget(sequence.key)
+
+    # events
+
+    def handle(self, event: Event) -> None:
+        """Requests from gateways, answers from receivers of KV."""
+        match event:
+            case FromGateway(gateway, PrefillRequest() as request):
+                self._begin(gateway, request)
+            case FromPeer(peer, KVGrant() | KVRefusal() | KVAck() | KVReject() as message):
+                self._do(self._sender.on_message(peer, message, self._clock()))
+            case PeerLost(peer):
+                self._do(self._sender.on_peer_lost(peer, self._clock()))
+            case _:
+                self._counters["unexpected_message"] += 1
+
+    def tick(self, now: float) -> None:
+        """Deadlines, offers to repeat, and payload that can leave."""
+        self._outputs.expire(now)
+        self._do(self._sender.tick(now))
+        if self._sender.has_pending and (room := self._mailbox.payload_room):
+            self._do(self._sender.next_pieces(room, now))
+
+    def next_deadline(self) -> float | None:
+        """The sender's."""
+        return self._sender.next_deadline()
+
+    def drain(self) -> None:
+        """Requests that come later are refused; nothing else changes."""
+
+    def abort(self, key: RequestKey) -> None:
+        """Stops within one chunk and tells the receiver."""
+        self._do(self._sender.abort(key, self._clock()))
+        self._scheduler.abort(key)
+        self._outputs.abort(key)
+        for known in [known for known in self._requests if key.covers(known)]:
+            del self._requests[known]
+
+    def abort_all(self, gateway: Incarnation) -> None:
+        """Drops what the gateway owned."""
+        for key in [key for key, (sequence, _) in self._requests.items() if sequence.gateway == gateway]:
+            self.abort(key)
+
+    def load(self) -> tuple[Ledger, WorkerLoad, Counter[str]]:
+        """For the heartbeat."""
+        return self._blocks.ledger, self._scheduler.load, self._sender.counters
+
+    # what follows
+
+    def _begin(self, gateway: Incarnation, request: PrefillRequest) -> None:
+        if request.key in self._requests:
+            self._counters["duplicate_request"] += 1
+            return
+        try:
+            if self._draining:
+                raise Draining("This prefill worker is draining and takes no new requests.")
+            sequence = self.new_sequence(gateway, request)
+            self._scheduler.add(sequence)
+        except RequestError as error:
+            self.fail(gateway, request.key, error.code, error.message)
+        else:
+            self._requests[request.key] = (sequence, request)
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, message):
+                    self._mailbox.post([ToPeer(peer, message)])
+                case SendPiece():
+                    self._send(action)
+                case FirstTokenDue(key):
+                    self._report_first(self._requests[key][0])
+                case HandedOver(key) | Dropped(key):
+                    self._forget(key)
+                case Failed(key, gateway, code, message):
+                    self._forget(key)
+                    self.fail(gateway, key, code, message)
+
+    def _send(self, action: SendPiece) -> None:
+        payload = bytes(self._runner.kv_cache.read(action.header.layer, action.block_ids))
+        header = pack(seal(action.header, payload))
+        self._mailbox.post([SendPayload(action.peer, header, payload, self._clock() + self._lease_s)])
+
+    def _report_first(self, sequence: Sequence) -> None:
+        token_id = sequence.token_ids[-1]
+        output = TokenOutput(
+            request_id=sequence.key.request_id,
+            attempt=sequence.key.attempt,
+            sample=sequence.sample,
+            index=0,
+            token_id=token_id,
+            finish_reason=self._finish_reason(sequence),
+        )
+        self._outputs.open(sequence.key, num_samples=1)
+        self._outputs.add(output, self._clock())
+        self.report([(sequence.gateway, output)])
+
+    def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
+        config = self._runner.config
+        return sequence.finish_reason(config.eos_token_ids, config.max_model_len)
+
+    def _forget(self, key: RequestKey) -> None:
+        """Frees the blocks, running or held."""
+        self._scheduler.abort(key)
+        self._requests.pop(key, None)
+
+
+def run(settings: WorkerSettings) -> int:
+    """A prefill worker process, until a signal. Returns the exit code.
+
+    Raises:
+        StartError: it cannot start like this.
+    """
+    runner, served = load_served(settings)
+    incarnation = new_incarnation()
+    process = WorkerProcess(settings, Role.PREFILL, incarnation)
+    data = ZmqTransport(process.context, settings.bind, settings.ports, incarnation=incarnation)
+    blocks = BlockManager(runner.kv_cache.num_blocks, settings.block_size)
+    context = WorkerContext(
+        mailbox=process.mailbox,
+        outputs=OutputStore(settings.keep_outputs_s, settings.max_queue + settings.max_num_seqs),
+        incarnation=incarnation,
+        vocab_size=served.vocab_size,
+        clock=time.monotonic,
+    )
+    scheduler = PrefillScheduler(
+        blocks,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_queue=settings.max_queue,
+    )
+    sender = KVSender(
+        incarnation=incarnation, layout=served.layout, fingerprint=served.fingerprint, lease_s=settings.lease_s
+    )
+    worker = PrefillWorker(context, runner, scheduler, sender, blocks, settings.lease_s)
+    return process.serve(served, data, data.endpoint, worker.loop)
