@@ -1,76 +1,29 @@
-"""Settings of each process: one frozen class each, filled from the command line and from `KVRELAY_*` variables."""
+"""Settings of each process: one frozen class each, filled from the command line and from `KVRELAY_*` variables.
 
+An option exists once, as a field: its description is the help, its default the default, its name the option
+(`--kv-memory`) and the variable (`KVRELAY_KV_MEMORY`). The command line wins over the environment.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from kvrelay.types import Role
 
-Bytes = Annotated[int, Field(ge=1)]
-
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MAX_PORT = 65535
 
 
-class Settings(BaseSettings):
-    """What every process shares. An option on the command line wins over its environment variable."""
+@dataclass(frozen=True, slots=True)
+class Metavar:
+    """What the help shows for a value whose type alone does not say enough."""
 
-    model_config = SettingsConfigDict(env_prefix="KVRELAY_", frozen=True, extra="forbid", env_ignore_empty=True)
-
-    model: str = Field("smollm2-135m", description="Hugging Face folder, GGUF file, or the name smollm2-135m.")
-    cache_dir: Path = Field(Path.home() / ".cache" / "kvrelay", description="Fetched models and converted weights.")
-    heartbeat_s: PositiveFloat = Field(0.5, description="Seconds between heartbeats.")
-    death_s: PositiveFloat = Field(2.0, description="Seconds without a heartbeat after which a peer counts as dead.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged, to stderr.")
-
-
-class GatewaySettings(Settings):
-    """The gateway: HTTP towards clients, ZeroMQ towards workers."""
-
-    host: str = Field("127.0.0.1", description="Address to serve HTTP on.")
-    port: int = Field(8000, ge=0, lt=65536, description="Port to serve HTTP on; 0 takes a free one.")
-    listen: str = Field("tcp://127.0.0.1:5700", description="Address at which workers register.")
-    max_requests: PositiveInt = Field(512, description="Requests in flight; more are refused with 429.")
-    max_body_bytes: Bytes = Field(4 * 2**20, description="Largest request body; larger ones are refused with 413.")
-    request_timeout_s: PositiveFloat = Field(600.0, description="Longest life of a request.")
-    client_timeout_s: PositiveFloat = Field(60.0, description="A client that reads nothing for so long is cancelled.")
-    resend_s: PositiveFloat = Field(5.0, description="Silence after which lost tokens are asked for again.")
-
-
-class WorkerSettings(Settings):
-    """A prefill, decode or colocated worker."""
-
-    role: Role = Field(Role.BOTH, description="prefill, decode or both.")
-    name: str = Field("", max_length=200, description="Name in /cluster; the role and process id if empty.")
-    gateways: Annotated[tuple[str, ...], NoDecode] = Field(
-        ("tcp://127.0.0.1:5700",), min_length=1, description="Gateways to register at, separated by commas."
-    )
-    bind: str = Field("127.0.0.1", description="Address at which other workers reach this one.")
-    advertise: str = Field("", description="Address told to others, if it is not --bind (NAT, containers).")
-    ports: str = Field("0", pattern=r"^\d{1,5}(-\d{1,5})?$", description="0, a port, or a range such as 7000-7010.")
-    core: int | None = Field(None, ge=0, description="Pin to this core (modulo those there are).")
-    threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="Precision of the model.")
-    kv_memory: Bytes | None = Field(None, description="Memory for KV, such as 2G; a fair share if not given.")
-    block_size: int = Field(16, ge=8, le=64, description="Tokens in a KV block.")
-    max_batch_tokens: PositiveInt = Field(512, description="Prompt tokens computed in one step (the chunk size).")
-    max_num_seqs: PositiveInt = Field(64, description="Sequences that run at the same time.")
-    max_queue: PositiveInt = Field(512, description="Requests that wait at this worker; more are refused.")
-    max_model_len: PositiveInt | None = Field(None, description="Context length, if less than the model's.")
-    lease_s: PositiveFloat = Field(30.0, description="Longest life of a KV hand-over.")
-    keep_outputs_s: PositiveFloat = Field(60.0, description="How long unacknowledged outputs are kept.")
-
-    @field_validator("gateways", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-    @field_validator("kv_memory", mode="before")
-    @classmethod
-    def _parse_bytes(cls, value: object) -> object:
-        return parse_bytes(value) if isinstance(value, str) else value
+    text: str
 
 
 def parse_bytes(text: str) -> int:
@@ -84,4 +37,176 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(number.removesuffix(unit)) * _UNITS[unit])
     except (ValueError, OverflowError) as error:
-        raise ValueError(f"{text!r} is not a size; write it like 2G, 512M or 1000000.") from error
+        raise ValueError(f"{text!r} is not a size; write it like 2G, 512M or 1000000") from error
+
+
+def _sized(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _listed(value: object) -> object:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+def _port_range(text: str) -> str:
+    ends = text.split("-", 1)
+    numeric = all(end.isascii() and end.isdigit() and int(end) <= _MAX_PORT for end in ends)
+    if not numeric or int(ends[0]) > int(ends[-1]):
+        raise ValueError(f"{text!r} is not a port or a range of ports; write it like 7000 or 7000-7010")
+    return text
+
+
+def _http_url(text: str) -> str:
+    if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
+        raise ValueError(f"{text!r} is not the address of a gateway; write it like http://127.0.0.1:8000")
+    return text
+
+
+Bytes = Annotated[int, Metavar("SIZE"), BeforeValidator(_sized), Field(ge=1)]
+Seconds = Annotated[float, Metavar("SECONDS"), Field(gt=0, allow_inf_nan=False)]
+Ports = Annotated[str, Metavar("PORT[-PORT]"), AfterValidator(_port_range)]
+Addresses = Annotated[tuple[str, ...], Metavar("ADDRESS,..."), NoDecode, BeforeValidator(_listed), Field(min_length=1)]
+Url = Annotated[str, Metavar("URL"), AfterValidator(_http_url)]
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+class Settings(BaseSettings):
+    """What every command shares."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVRELAY_",
+        env_prefix_target="all",
+        env_ignore_empty=True,
+        frozen=True,
+        extra="forbid",
+        validate_by_name=True,
+        cli_kebab_case=True,
+        cli_implicit_flags="toggle",
+        cli_avoid_json=True,
+    )
+
+
+class ProcessSettings(Settings):
+    """What every process of a cluster shares."""
+
+    model: str = Field("smollm2-135m", description="Hugging Face folder, GGUF file, or the name smollm2-135m.")
+    cache_dir: Folder = Field(Path("~/.cache/kvrelay"), description="Fetched models and converted weights.")
+    heartbeat_s: Seconds = Field(0.5, description="Seconds between heartbeats.")
+    death_s: Seconds = Field(2.0, description="Seconds without a heartbeat after which a peer counts as dead.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged, to stderr.")
+
+    @model_validator(mode="after")
+    def _heartbeats_fit(self) -> Self:
+        if self.death_s <= self.heartbeat_s:
+            raise ValueError(f"--death-s ({self.death_s}) must be longer than --heartbeat-s ({self.heartbeat_s})")
+        return self
+
+
+class GatewaySettings(ProcessSettings):
+    """Serve the OpenAI API over HTTP and hand requests to the workers that register."""
+
+    host: str = Field("127.0.0.1", description="Address to serve HTTP on.")
+    port: int = Field(8000, ge=0, le=_MAX_PORT, description="Port to serve HTTP on; 0 takes a free one.")
+    listen: str = Field("tcp://127.0.0.1:5700", description="Address at which workers register.")
+    max_requests: PositiveInt = Field(512, description="Requests in flight; more are refused with 429.")
+    max_body_bytes: Bytes = Field(4 * 2**20, description="Largest request body; larger ones are refused with 413.")
+    request_timeout_s: Seconds = Field(600.0, description="Longest life of a request.")
+    client_timeout_s: Seconds = Field(60.0, description="A client that reads nothing for so long is cancelled.")
+    resend_s: Seconds = Field(5.0, description="Silence after which lost tokens are asked for again.")
+
+
+class WorkerOptions(ProcessSettings):
+    """What the workers of one cluster usually have in common."""
+
+    bind: str = Field("127.0.0.1", description="Address at which other workers reach this one.")
+    advertise: str = Field("", description="Address told to others, if it is not --bind (NAT, containers).")
+    ports: Ports = Field("0", description="Port to bind, or a range to choose from; 0 takes a free one.")
+    threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="Precision of the model.")
+    kv_memory: Bytes | None = Field(None, description="Memory for KV, such as 2G; a fair share if not given.")
+    block_size: int = Field(16, ge=8, le=64, description="Tokens in a KV block.")
+    max_batch_tokens: PositiveInt = Field(512, description="Prompt tokens computed in one step (the chunk size).")
+    max_num_seqs: PositiveInt = Field(64, description="Sequences that run at the same time.")
+    max_queue: PositiveInt = Field(512, description="Requests that wait at this worker; more are refused.")
+    max_model_len: PositiveInt | None = Field(None, description="Context length, if less than the model's.")
+    lease_s: Seconds = Field(30.0, description="Longest life of a KV hand-over.")
+    keep_outputs_s: Seconds = Field(60.0, description="How long unacknowledged outputs are kept.")
+
+
+class WorkerSettings(WorkerOptions):
+    """Run one worker, which registers at its gateways and serves until it is stopped."""
+
+    role: Role = Field(Role.BOTH, description="What the worker does; both is a colocated worker.")
+    name: str = Field("", max_length=200, description="Name in /cluster; the role and process id if not given.")
+    gateways: Addresses = Field(("tcp://127.0.0.1:5700",), description="Gateways to register at.")
+    core: NonNegativeInt | None = Field(None, description="Pin to this core (modulo those there are).")
+    workers_on_machine: PositiveInt = Field(1, description="Workers among which this machine's memory is shared.")
+
+
+class PrefillSettings(WorkerSettings):
+    """Run a prefill worker, which registers at its gateways and serves until it is stopped."""
+
+    role: Literal[Role.PREFILL] = Field(Role.PREFILL, description="What the worker does.")
+
+
+class DecodeSettings(WorkerSettings):
+    """Run a decode worker, or with --role both a colocated one, until it is stopped."""
+
+    role: Literal[Role.DECODE, Role.BOTH] = Field(Role.DECODE, description="What it does; both is a colocated worker.")
+
+
+class UpSettings(GatewaySettings, WorkerOptions):
+    """Start a gateway and workers on this machine and keep them running until Ctrl-C.
+
+    Every worker is pinned to a core of its own, unless --threads is given.
+    """
+
+    listen: str = Field("", description="Address at which workers register; a free local port if not given.")
+    prefill: NonNegativeInt = Field(1, description="Number of prefill workers.")
+    decode: NonNegativeInt = Field(1, description="Number of decode workers.")
+    both: NonNegativeInt = Field(0, description="Number of colocated workers, which do both.")
+
+    @model_validator(mode="after")
+    def _can_serve(self) -> Self:
+        if not self.both and not (self.prefill and self.decode) and not self.listen:
+            raise ValueError(
+                "A cluster needs at least one prefill and one decode worker (--prefill 1 --decode 1) or a colocated "
+                "one (--both 1); give --listen if others join from elsewhere"
+            )
+        return self
+
+
+class ClientSettings(Settings):
+    """What the commands share that talk to a running gateway."""
+
+    url: Url = Field("http://127.0.0.1:8000", description="Where the gateway serves HTTP.")
+
+
+class StatusSettings(ClientSettings):
+    """Show the pools of a running cluster and where its bottleneck is."""
+
+    json_file: Path | None = Field(None, alias="json", description="Also write the figures to this file.")
+    watch: bool = Field(False, description="Refresh every second until Ctrl-C.")
+
+
+class ChatSettings(ClientSettings):
+    """Chat in the terminal: /reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+
+    model: str = Field("", description="Model to ask for; the one that is served if not given.")
+    system: str = Field("", description="System message.")
+    max_tokens: PositiveInt = Field(512, description="Longest answer, in tokens.")
+    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False, description="0 takes the likeliest token.")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="Makes answers repeatable.")
+
+
+def variables(settings: Settings) -> dict[str, str]:
+    """The settings as `KVRELAY_*` variables: what a child process needs to have the same ones."""
+    values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    return {f"KVRELAY_{name.upper()}": _text(value) for name, value in values.items() if value is not None}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value.value if isinstance(value, Enum) else value)
