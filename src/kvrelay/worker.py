@@ -1,5 +1,6 @@
 """What prefill and decode workers have in common: the compute loop, and what they say to gateways."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ from kvrelay.messages import (
 )
 from kvrelay.outputs import OutputStore
 from kvrelay.types import Batch, Incarnation, RequestKey, Sequence
+
+log = logging.getLogger(__name__)
 
 MAX_IDLE_S = 0.25
 
@@ -61,7 +64,7 @@ class Worker(ABC):
         patience_s = 0.0
         while self.take_messages(patience_s):
             batch = self.schedule()
-            self.complete(batch, self.compute(batch))
+            self.complete(batch, self._try_compute(batch))
             self._mailbox.status = self._status()
             patience_s = 0.0 if batch else self._until_deadline()
 
@@ -147,6 +150,17 @@ class Worker(ABC):
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
         )
+
+    def _try_compute(self, batch: Batch) -> list[int | None]:
+        """A step that fails ends the requests in it, not the worker."""
+        try:
+            return self.compute(batch)
+        except RequestError as error:
+            log.exception("A step of %d sequences failed; their requests end here.", len(batch.scheduled))
+            for item in batch.scheduled:
+                self.fail(item.sequence.gateway, item.sequence.key, error.code, error.message)
+                self.abort(item.sequence.key)
+            return [None] * len(batch.scheduled)
 
     def _handle(self, event: Event) -> None:
         match event:

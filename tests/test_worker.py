@@ -1,0 +1,157 @@
+"""The loop that workers share, around a colocated worker whose network is scripted."""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvrelay.blocks import BlockManager
+from kvrelay.decode.scheduler import DecodeScheduler
+from kvrelay.decode.worker import DecodeWorker
+from kvrelay.errors import InternalError
+from kvrelay.mailbox import FromGateway, GatewayLost, Mailbox, Stop, ToGateway
+from kvrelay.messages import Abort, GenerateRequest, Message, OutputAck, RequestFailed, Resend, StepOutput
+from kvrelay.outputs import OutputStore
+from kvrelay.transfer.protocol.receiver import KVReceiver
+from kvrelay.types import Batch, KVLayout, SamplingParams
+from kvrelay.worker import WorkerContext
+
+GATEWAY, OTHER = 7, 8
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, dtype="float32")
+
+
+@dataclass
+class ScriptedRunner:
+    """Gives each sequence the number of its tokens as the next one, or fails when it is told to."""
+
+    fails: bool = False
+    batches: list[Batch] = field(default_factory=list)
+
+    def run(self, batch: Batch) -> Generator[int, None, list[int | None]]:
+        self.batches.append(batch)
+        yield 0
+        if self.fails:
+            raise InternalError("The network gave nan.")
+        return [len(item.sequence.token_ids) if item.samples else None for item in batch.scheduled]
+
+
+@dataclass
+class Bench:
+    """A worker, and both ends of what it hears and says."""
+
+    worker: DecodeWorker
+    runner: ScriptedRunner
+    mailbox: Mailbox
+    blocks: BlockManager
+
+    def loop(self, *messages: Any, gateway: int = GATEWAY, steps: int = 30) -> list[Message]:
+        """Lets the worker hear messages, run for so many rounds, and tells what it said to gateways."""
+        for message in messages:
+            event: Any = message if isinstance(message, GatewayLost) else FromGateway(gateway, message)
+            self.mailbox.deliver(event)
+        for _ in range(steps):
+            assert self.worker.take_messages(0.0)
+            batch = self.worker.schedule()
+            self.worker.complete(batch, self.worker._try_compute(batch))
+        return [order.message for order in self.mailbox.orders() if isinstance(order, ToGateway)]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    mailbox, runner, blocks = Mailbox(), ScriptedRunner(), BlockManager(20, 8)
+    context = WorkerContext(mailbox, OutputStore(60.0, 100), incarnation=1, vocab_size=1000, clock=lambda: 100.0)
+    scheduler = DecodeScheduler(
+        blocks, max_num_seqs=4, max_batch_tokens=16, max_queue=4, max_model_len=100, eos_token_ids=frozenset()
+    )
+    receiver = KVReceiver(
+        incarnation=1, layout=LAYOUT, fingerprint="f", blocks=blocks, max_model_len=100, max_queue=4, max_lease_s=5.0
+    )
+    stand_in: Any = runner
+    yield Bench(DecodeWorker(context, stand_in, blocks, scheduler, receiver), runner, mailbox, blocks)
+    mailbox.close()
+
+
+def request(request_id: str = "r", *, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 3) -> GenerateRequest:
+    return GenerateRequest(
+        source=GATEWAY,
+        target=1,
+        request_id=request_id,
+        attempt=0,
+        prompt_token_ids=prompt,
+        params=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def tokens(said: list[Message]) -> list[tuple[int, int, str | None]]:
+    steps = [step for step in said if isinstance(step, StepOutput)]
+    return [(output.index, output.token_id, output.finish_reason) for step in steps for output in step.outputs]
+
+
+ABOUT: dict[str, Any] = {"source": GATEWAY, "target": 1, "request_id": "r", "attempt": 0}
+
+
+def test_tokens_come_once_and_in_order_and_blocks_go_back(bench: Bench) -> None:
+    assert tokens(bench.loop(request())) == [(0, 3, None), (1, 4, None), (2, 5, "length")]
+    assert bench.blocks.ledger.free == 20
+
+
+def test_one_message_a_step_for_each_gateway(bench: Bench) -> None:
+    said = bench.loop(request("a"), request("b"), steps=1)
+    assert len(said) == 1
+    assert isinstance(said[0], StepOutput)
+    assert [output.request_id for output in said[0].outputs] == ["a", "b"]
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_worker(bench: Bench) -> None:
+    bench.runner.fails = True
+    said = bench.loop(request("a"), request("b"), steps=3)
+    assert [(type(message), message.request_id) for message in said if isinstance(message, RequestFailed)] == [
+        (RequestFailed, "a"),
+        (RequestFailed, "b"),
+    ]
+    assert bench.blocks.ledger.free == 20
+    bench.runner.fails = False
+    assert len(tokens(bench.loop(request("c")))) == 3
+
+
+def test_an_aborted_request_is_not_computed_again(bench: Bench) -> None:
+    bench.loop(request(max_tokens=50), steps=3)
+    bench.loop(Abort(**ABOUT), steps=1)
+    assert not bench.runner.batches[-1]
+    assert bench.blocks.ledger.free == 20
+
+
+def test_the_requests_of_a_lost_gateway_end_and_those_of_others_go_on(bench: Bench) -> None:
+    bench.loop(request("mine", max_tokens=50), steps=2)
+    bench.loop(request("theirs", max_tokens=50), gateway=OTHER, steps=2)
+    said = bench.loop(GatewayLost(GATEWAY), steps=4)
+    assert {output.request_id for step in said if isinstance(step, StepOutput) for output in step.outputs} == {"theirs"}
+
+
+def test_outputs_are_kept_until_acknowledged(bench: Bench) -> None:
+    first = tokens(bench.loop(request()))
+    assert tokens(bench.loop(Resend(**ABOUT, sample=0, from_index=1))) == first[1:]
+    said = bench.loop(OutputAck(**ABOUT), Resend(**ABOUT, sample=0, from_index=1))
+    assert [message.code for message in said if isinstance(message, RequestFailed)] == ["unknown_request"]
+
+
+def test_what_cannot_be_served_is_refused_with_a_sentence(bench: Bench) -> None:
+    said = bench.loop(request("bad", prompt=(1, 5000)), request("long", prompt=(1,) * 100))
+    assert [message.code for message in said if isinstance(message, RequestFailed)] == [
+        "invalid_request",
+        "context_length_exceeded",
+    ]
+
+
+def test_more_than_the_queue_holds_is_refused_and_nothing_is_lost(bench: Bench) -> None:
+    said = bench.loop(*(request(str(number), max_tokens=2) for number in range(12)), steps=40)
+    refused = [message for message in said if isinstance(message, RequestFailed)]
+    assert {message.code for message in refused} == {"overloaded"}
+    assert len(tokens(said)) == 2 * (12 - len(refused))
+
+
+def test_stop_ends_the_loop(bench: Bench) -> None:
+    bench.mailbox.deliver(Stop())
+    bench.worker.loop()
+    assert bench.mailbox.status is None  # nothing was run after the end
