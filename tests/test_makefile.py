@@ -1,0 +1,53 @@
+"""`make up`: what is given in capitals reaches `kvrelay up` as variables, whatever it is called."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """A stand-in for the installed environment, whose `kvrelay` shows how it was called."""
+    binaries = tmp_path / "venv" / "bin"
+    binaries.mkdir(parents=True)
+    (binaries / "python").touch()
+    (binaries / "kvrelay").write_text('#!/bin/sh\necho "$@"\nenv | grep ^KVRELAY_ | sort\nexit 0\n')
+    (binaries / "kvrelay").chmod(0o755)
+    (tmp_path / "venv" / ".installed").touch()
+    return tmp_path / "venv"
+
+
+def make(venv: Path, *args: str, **variables: str) -> list[str]:
+    """The lines that `make up ARGS` prints."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("KVRELAY_", "MAKE"))}
+    command = ["make", "-C", str(ROOT), "--no-print-directory", f"VENV={venv}", "up", *args]
+    done = subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()
+
+
+def test_without_options_none_are_passed(venv: Path) -> None:
+    assert make(venv, PORT="1", MODEL="x") == ["up"]
+
+
+def test_options_in_capitals_become_variables(venv: Path) -> None:
+    assert make(venv, "PREFILL=2", "PORT=9000", "MODEL=/a b/it's") == [
+        "up",
+        "KVRELAY_MODEL=/a b/it's",
+        "KVRELAY_PORT=9000",
+        "KVRELAY_PREFILL=2",
+    ]
+
+
+def test_kvrelay_variables_work_as_they_are(venv: Path) -> None:
+    assert make(venv, "KVRELAY_DTYPE=float32", KVRELAY_BOTH="1") == ["up", "KVRELAY_BOTH=1", "KVRELAY_DTYPE=float32"]
+
+
+def test_makes_own_variables_are_no_options(venv: Path) -> None:
+    assert make(venv, "ARGS=-x", "PYTHON=python3") == ["up"]
