@@ -3,7 +3,7 @@
 Pure: events in, facts out. `now` is always seconds on the caller's monotonic clock.
 """
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +185,18 @@ class Cluster:
             "start both with the same --block-size and --dtype."
         )
 
+    def labels(self) -> list[tuple[Worker, str]]:
+        """Every worker with a name that is its own: two containers may well give their workers the same."""
+        named = Counter(worker.hello.name for worker in self.workers)
+        return [(worker, _label(worker, unique=named[worker.hello.name] == 1)) for worker in self.workers]
+
+    def census(self) -> dict[tuple[Role, bool], int]:
+        """How many workers there are of each role, apart by whether they can be used."""
+        counts = {(role, usable): 0 for role in Role for usable in (True, False)}
+        for worker in self.workers:
+            counts[worker.role, not self.why_unused(worker)] += 1
+        return counts
+
     def snapshot(self, now: float) -> dict[str, Any]:
         """Everything above as JSON values, for `/cluster`."""
         return {
@@ -228,6 +240,10 @@ class Cluster:
 
 def _compatible(sender: Worker, receiver: Worker) -> bool:
     return sender.hello.layout == receiver.hello.layout
+
+
+def _label(worker: Worker, *, unique: bool) -> str:
+    return worker.hello.name if unique else f"{worker.hello.name}@{worker.incarnation:016x}"
 
 
 def _layout(worker: Worker) -> str:

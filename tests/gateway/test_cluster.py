@@ -2,11 +2,10 @@
 
 import json
 
-from tests.gateway.nouns import FINGERPRINT, MODEL, hello, layout, status
-
 from kvrelay.gateway.cluster import Cluster
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
+from tests.gateway.nouns import FINGERPRINT, MODEL, hello, layout, status
 
 
 def cluster(*hellos: WorkerHello) -> Cluster:

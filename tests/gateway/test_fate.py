@@ -1,7 +1,6 @@
 """The fate of requests, fault by fault."""
 
 import pytest
-from tests.gateway.nouns import GATEWAY, route, token
 
 from kvrelay.errors import ClientGone, DeadlineExceeded, Draining, HandOverFailed, RequestError, WorkerLost
 from kvrelay.gateway.fate import MAX_RESENDS, Effect, End, Fate, Send, Tokens
@@ -19,6 +18,7 @@ from kvrelay.messages import (
     TokenOutput,
 )
 from kvrelay.types import RequestKey, SamplingParams
+from tests.gateway.nouns import GATEWAY, route, token
 
 P, D1, D2, ALONE = 10, 21, 22, 30
 RESEND_S, TIMEOUT_S = 5.0, 600.0

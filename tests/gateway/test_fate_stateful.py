@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.gateway.nouns import GATEWAY, route
 
 from kvrelay.gateway.fate import Effect, End, Fate, Send, Tokens
 from kvrelay.gateway.flight import Submission
 from kvrelay.gateway.router import Router
 from kvrelay.messages import Abort, DecodeStarted, OutputAck, RequestFailed, Resend, StepOutput, TokenOutput
 from kvrelay.types import FinishReason, SamplingParams
+from tests.gateway.nouns import GATEWAY, route
 
 PREFILL, DECODE, BOTH = (10, 11), (20, 21, 22), (30,)
 WORKERS = (*PREFILL, *DECODE, *BOTH)

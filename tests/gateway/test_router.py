@@ -1,13 +1,13 @@
 """Where requests go."""
 
 import pytest
-from tests.gateway.nouns import FINGERPRINT, MODEL, hello, layout, status
 
 from kvrelay.errors import ContextLengthExceeded, NoWorkers
 from kvrelay.gateway.cluster import Cluster
 from kvrelay.gateway.router import MAX_CANDIDATES, Route, Router
 from kvrelay.messages import WorkerHello, WorkerLoad
 from kvrelay.types import Role
+from tests.gateway.nouns import FINGERPRINT, MODEL, hello, layout, status
 
 
 def cluster(*hellos: WorkerHello) -> Cluster:
