@@ -21,13 +21,15 @@ from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 22
 LIVE = (SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.PREEMPTED)
-SIZES = st.integers(1, MAX_MODEL_LEN - 1)
+SIZES = st.integers(1, 10) | st.integers(1, MAX_MODEL_LEN - 1)
+MAX_TOKENS = st.integers(2, 30)
+USUALLY = st.sampled_from((True, True, True, False))
 
 
 class DecodeMachine(RuleBasedStateMachine):
     """Drives one scheduler and plays the receiver, whose grants come and go beside it."""
 
-    @initialize(num_blocks=st.integers(6, 13), max_batch_tokens=st.integers(1, 10), max_num_seqs=st.integers(1, 5))
+    @initialize(num_blocks=st.integers(6, 10), max_batch_tokens=st.integers(1, 10), max_num_seqs=st.integers(1, 5))
     def begin(self, num_blocks: int, max_batch_tokens: int, max_num_seqs: int) -> None:
         self.limits = (max_batch_tokens, max_num_seqs)
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
@@ -44,15 +46,17 @@ class DecodeMachine(RuleBasedStateMachine):
         self.tokens: dict[Sequence, list[int]] = {}
         self.granted: list[Sequence] = []
         self.batch = Batch()
+        self.num_made = 0
 
     def having(self, *statuses: SequenceStatus) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status in statuses]
 
     def new(self, size: int, max_tokens: int, ignore_eos: bool, attempt: int) -> Sequence:
-        name = f"r{len(self.sequences) + len(self.granted)}"
+        self.num_made += 1
+        name = f"r{self.num_made}"
         return make_sequence(name, size, max_tokens=max_tokens, ignore_eos=ignore_eos, attempt=attempt)
 
-    @rule(size=SIZES, max_tokens=st.integers(1, 30), ignore_eos=st.booleans(), attempt=st.integers(0, 1))
+    @rule(size=SIZES, max_tokens=st.just(1) | MAX_TOKENS, ignore_eos=USUALLY, attempt=st.integers(0, 1))
     def add(self, size: int, max_tokens: int, ignore_eos: bool, attempt: int) -> None:
         sequence = self.new(size, max_tokens, ignore_eos, attempt)
         try:
@@ -63,8 +67,8 @@ class DecodeMachine(RuleBasedStateMachine):
             self.sequences.append(sequence)
             self.tokens[sequence] = []
 
-    @rule(size=SIZES, max_tokens=st.integers(2, 30), ignore_eos=st.booleans())
-    def grant(self, size: int, max_tokens: int, ignore_eos: bool) -> None:
+    @rule(size=SIZES, max_tokens=MAX_TOKENS, ignore_eos=USUALLY, commit=USUALLY)
+    def grant(self, size: int, max_tokens: int, ignore_eos: bool, commit: bool) -> None:
         room, seats = self.scheduler.grant_allowance()
         running = len(self.having(SequenceStatus.RUNNING))
         assert (room, seats) == (0, 0) or not self.having(SequenceStatus.PREEMPTED)
@@ -77,28 +81,33 @@ class DecodeMachine(RuleBasedStateMachine):
             sequence.block_table = self.blocks.allocate(need)
             self.runner.write(sequence, 0, size)
             self.granted.append(sequence)
+            if commit:
+                self.commit(self.granted.pop())
 
     @precondition(lambda self: self.granted)
-    @rule(data=st.data(), commit=st.booleans())
+    @rule(data=st.data(), commit=USUALLY)
     def end_grant(self, data: st.DataObject, commit: bool) -> None:
         sequence = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
-        if not commit:
+        if commit:
+            self.commit(sequence)
+        else:
             self.blocks.release(sequence.block_table)
-            return
+
+    def commit(self, sequence: Sequence) -> None:
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         sequence.token_ids.append(next_token(sequence.token_ids))
         self.scheduler.adopt(sequence)
         self.sequences.append(sequence)
         self.tokens[sequence] = sequence.token_ids[-1:]
 
+    @precondition(lambda self: len(self.having(*LIVE)) > 2)
     @rule(data=st.data(), attempt=st.integers(0, 1))
     def abort(self, data: st.DataObject, attempt: int) -> None:
-        if self.sequences:
-            key = RequestKey(data.draw(st.sampled_from(self.sequences)).key.request_id, attempt)
-            hit = {sequence for sequence in self.having(*LIVE) if key.covers(sequence.key)}
-            assert set(self.scheduler.abort(key)) == hit
+        key = RequestKey(data.draw(st.sampled_from(self.having(*LIVE))).key.request_id, attempt)
+        hit = {sequence for sequence in self.having(*LIVE) if key.covers(sequence.key)}
+        assert set(self.scheduler.abort(key)) == hit
 
-    @precondition(lambda self: not self.batch)
+    @precondition(lambda self: not self.batch and self.scheduler.has_work)
     @rule()
     def schedule(self) -> None:
         waiting, running = self.having(SequenceStatus.WAITING), self.having(SequenceStatus.RUNNING)
@@ -142,6 +151,23 @@ class DecodeMachine(RuleBasedStateMachine):
             if token.finish_reason:
                 assert (told, token.finish_reason) == undisturbed(token.sequence, MAX_MODEL_LEN)
 
+    @rule(sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4), local=st.integers(0, 3))
+    def burst(self, sizes: list[int], local: int) -> None:
+        """Several arrivals at once that will outgrow the blocks; the `local`th is computed here."""
+        for index, size in enumerate(sizes):
+            if index == local:
+                self.add(2 * size, 30, True, attempt=0)
+            else:
+                self.grant(size, 30, True, commit=True)
+
+    @precondition(lambda self: self.batch or self.scheduler.has_work)
+    @rule(count=st.integers(2, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            if not self.batch:
+                self.schedule()
+            self.compute()
+
     @invariant()
     def every_block_is_in_one_place(self) -> None:
         check_ledger(self.blocks, self.sequences, [sequence.block_table for sequence in self.granted])
@@ -162,9 +188,7 @@ class DecodeMachine(RuleBasedStateMachine):
         while self.batch or self.scheduler.has_work:
             assert steps_left
             steps_left -= 1
-            if not self.batch:
-                self.schedule()
-            self.compute()
+            self.steps(1)
         assert self.blocks.ledger.leased == 0
         for sequence in self.having(SequenceStatus.FINISHED):
             assert self.tokens[sequence] == undisturbed(sequence, MAX_MODEL_LEN)[0]
