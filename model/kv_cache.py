@@ -4,6 +4,7 @@ A block that holds at least one token has no garbage in the places after it: who
 (see `attention`). Attention may therefore read whole blocks and mask the scores, since 0 times garbage could be NaN.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,8 +26,7 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        # Zeros cost nothing until they are used: the kernel maps such pages on the first write.
-        self.tensor = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+        self.tensor = _zeros(shape, DTYPES[layout.dtype], device)
         self._bytes = self.tensor.view(torch.uint8).view(layout.num_layers, num_blocks, layout.block_bytes)
 
     def read(self, layer: int, block_ids: Sequence[int]) -> memoryview:
@@ -64,3 +64,11 @@ class KVCache:
         if index.size and (index.min() < 0 or index.max() >= self.num_blocks):
             raise IndexError(f"block ids {index.min()} to {index.max()} do not all exist: there are {self.num_blocks}")
         return index
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the CPU they take no memory before they are written: numpy leaves that to the kernel, torch does not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

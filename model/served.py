@@ -1,10 +1,14 @@
 """From a worker's settings to the model it serves."""
 
+import logging
+
 from kvrelay.checkpoint import resolve
 from kvrelay.config import WorkerSettings
 from kvrelay.model.load import load
 from kvrelay.model.runner import ModelRunner
 from kvrelay.process import ServedModel
+
+log = logging.getLogger(__name__)
 
 
 def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
@@ -24,12 +28,19 @@ def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
         workers_on_machine=settings.workers_on_machine,
         max_model_len=settings.max_model_len,
     )
+    layout, num_blocks = runner.kv_cache.layout, runner.kv_cache.num_blocks
+    log.info(
+        "KV memory: %.1f GiB, %d blocks of %d tokens.",
+        num_blocks * layout.block_bytes * layout.num_layers / 2**30,
+        num_blocks,
+        layout.block_size,
+    )
     served = ServedModel(
         name=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
         max_model_len=runner.config.max_model_len,
         vocab_size=runner.config.vocab_size,
-        layout=runner.kv_cache.layout,
+        layout=layout,
         device=str(runner.network.device),
     )
     return runner, served
