@@ -15,8 +15,9 @@ every end is told here. Before it, an end is the sender's to tell, since the att
 wrong digest is told here at once, because the sender then drops the attempt.
 """
 
+import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import HandOverFailed, WorkerLost
@@ -31,7 +32,7 @@ from kvrelay.messages import (
 )
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
 from kvrelay.transfer.protocol.admission import Admission
-from kvrelay.transfer.protocol.answers import Answers
+from kvrelay.transfer.protocol.answers import Answers, Ended
 from kvrelay.transfer.protocol.lease import Lease
 from kvrelay.transfer.protocol.leases import Leases
 from kvrelay.transfer.protocol.memory import Remembered
@@ -41,17 +42,6 @@ from kvrelay.types import KVLayout, RequestKey
 
 # Pause between two requests to let go of a revoked lease.
 _ASK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The answer to whatever still comes about an attempt. `reason` None: it was adopted."""
-
-    attempt: int
-    reason: RejectReason | None
-    lease_id: LeaseId | None = None
-    gateway: int = 0
-    told: bool = False  # the gateway knows
 
 
 class KVReceiver:
@@ -85,6 +75,8 @@ class KVReceiver:
         self._offers = Offers(admission, max_queue)
         self._leases = Leases(incarnation, blocks, one_sided=one_sided)
         self._ended: Remembered[str, Ended] = Remembered(max_lease_s, max_remembered)
+        self._one_sided = one_sided
+        self._gone: Remembered[int, bool] = Remembered(math.inf, max_remembered)  # senders whose exit was observed
 
     @property
     def num_waiting(self) -> int:
@@ -107,6 +99,8 @@ class KVReceiver:
         """Something a sender says; `peer` is the incarnation at the other end of the connection."""
         if message.source != peer:
             return self._ignore("foreign_message")
+        if self._gone.get(peer):  # a lease granted to it now would stay revoked for ever
+            return self._ignore("message_of_the_dead")
         if message.target not in (0, self.incarnation):
             return self._on_stale(peer, message)
         actions = self._end_overdue(now)
@@ -273,6 +267,8 @@ class KVReceiver:
             if lease.sender == incarnation:
                 actions += self._end_of_lost_sender(lease, now)
         self._leases.confirm_all(incarnation)
+        if self._one_sided:
+            self._gone.put(incarnation, True, now)
         return actions + self._abort_gateway(incarnation, now)
 
     def drain(self) -> list[Action]:
