@@ -57,6 +57,7 @@ class Worker:
 class Loss:
     """A worker that is gone."""
 
+    incarnation: Incarnation
     name: str
     role: Role
     reason: str
@@ -89,18 +90,17 @@ class Cluster:
 
     # events
 
-    def on_hello(self, hello: WorkerHello, now: float) -> list[Incarnation]:
+    def on_hello(self, hello: WorkerHello, now: float) -> list[Loss]:
         """A worker came, or introduced itself again. Returns the dead it replaces: who listened at its address."""
         replaced = [
-            worker.incarnation
+            worker
             for worker in self.workers
             if worker.hello.control_endpoint == hello.control_endpoint and worker.incarnation != hello.source
         ]
-        for incarnation in replaced:
-            self.on_lost(incarnation, now, "it was restarted")
+        losses = [self._lose(worker, now, "it was restarted") for worker in replaced]
         status = self._workers[hello.source].status if hello.source in self._workers else None
         self._workers[hello.source] = Worker(hello, now, status)
-        return replaced
+        return losses
 
     def on_status(self, status: WorkerStatus, now: float) -> bool:
         """A heartbeat. False: the worker is not known and should introduce itself."""
@@ -115,20 +115,21 @@ class Cluster:
         if (worker := self._workers.get(incarnation)) is not None:
             worker.heard_s = now
 
-    def on_lost(self, incarnation: Incarnation, now: float, reason: str = "its connection was lost") -> bool:
-        """A worker is gone. False: it was not there."""
-        worker = self._workers.pop(incarnation, None)
-        if worker is None:
-            return False
-        self._losses.append(Loss(worker.hello.name, worker.role, reason, now))
-        return True
+    def on_lost(self, incarnation: Incarnation, now: float) -> Loss | None:
+        """A connection was lost. None: it was not that of a known worker."""
+        worker = self._workers.get(incarnation)
+        return None if worker is None else self._lose(worker, now, "its connection was lost")
 
-    def tick(self, now: float) -> list[Incarnation]:
-        """Declares the silent dead, and returns them."""
-        dead = [worker.incarnation for worker in self.workers if now - worker.heard_s > self._death_s]
-        for incarnation in dead:
-            self.on_lost(incarnation, now, f"it was silent for more than {self._death_s:g} s")
-        return dead
+    def tick(self, now: float) -> list[Loss]:
+        """Declares the silent dead."""
+        silent = [worker for worker in self.workers if now - worker.heard_s > self._death_s]
+        return [self._lose(worker, now, f"it was silent for more than {self._death_s:g} s") for worker in silent]
+
+    def _lose(self, worker: Worker, now: float, reason: str) -> Loss:
+        del self._workers[worker.incarnation]
+        loss = Loss(worker.incarnation, worker.hello.name, worker.role, reason, now)
+        self._losses.append(loss)
+        return loss
 
     # facts
 

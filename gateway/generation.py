@@ -13,6 +13,8 @@ from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.messages import TokenOutput
 from kvrelay.types import FinishReason
 
+MAX_TAKEN = 64  # so that what is written at once stays small, however far behind a client is
+
 
 class Token(NamedTuple):
     """A generated token, and why the sample ends with it if it does."""
@@ -49,7 +51,7 @@ class Generation:
         self._news.set()
 
     async def take(self) -> list[Token]:
-        """Waits for tokens, and returns all that are there; none when the answer is complete.
+        """Waits for tokens, and returns those that are there, `MAX_TAKEN` at most; none when the answer is complete.
 
         Raises:
             RequestError: the request failed, after all tokens that came before were taken.
@@ -59,9 +61,7 @@ class Generation:
             await self._news.wait()
         if not self._tokens and self._error is not None:
             raise self._error
-        taken = list(self._tokens)
-        self._tokens.clear()
-        return taken
+        return [self._tokens.popleft() for _ in range(min(len(self._tokens), MAX_TAKEN))]
 
 
 class Piece(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 from kvrelay.config import GatewaySettings
 from kvrelay.errors import ClientGone, Draining, NoWorkers, Overloaded
 from kvrelay.events import Event, RequestTimeline
-from kvrelay.gateway.cluster import Cluster, Worker
+from kvrelay.gateway.cluster import Cluster, Loss, Worker
 from kvrelay.gateway.fate import Effect, End, Fate, Send, Tokens
 from kvrelay.gateway.flight import Submission
 from kvrelay.gateway.generation import Generation
@@ -136,13 +136,14 @@ class Service:
     def on_lost(self, workers: Iterable[Incarnation]) -> None:
         """Connections to workers were lost."""
         for worker in workers:
-            self._lose(worker, self.cluster.on_lost(worker, self._clock()))
+            loss = self.cluster.on_lost(worker, self._clock())
+            self._bury([] if loss is None else [loss])
+            self._apply(self.fate.on_worker_lost(worker))  # also one that was silent, or has not said who it is
 
     def tick(self) -> None:
         """Time has passed; call this several times a second."""
         now = self._clock()
-        for worker in self.cluster.tick(now):
-            self._lose(worker, True)
+        self._bury(self.cluster.tick(now))
         self._apply(self.fate.tick(now))
 
     def beat(self) -> None:
@@ -180,8 +181,7 @@ class Service:
 
     def _on_hello(self, hello: WorkerHello, now: float) -> None:
         known = hello.source in self.cluster
-        for replaced in self.cluster.on_hello(hello, now):
-            self._lose(replaced, True)
+        self._bury(self.cluster.on_hello(hello, now))
         self._greet(hello.source, registered=True)
         if not known and (worker := self.cluster.get(hello.source)) is not None:
             _log_arrival(worker, self.cluster.why_unused(worker))
@@ -195,11 +195,11 @@ class Service:
     def _greet(self, worker: Incarnation, *, registered: bool) -> None:
         self._send(worker, GatewayHello(source=self._incarnation, target=worker, registered=registered))
 
-    def _lose(self, worker: Incarnation, was_known: bool) -> None:
-        if was_known:
-            log.warning("Worker %016x is lost.", worker)
-        self.router.on_lost(worker)
-        self._apply(self.fate.on_worker_lost(worker))
+    def _bury(self, losses: Iterable[Loss]) -> None:
+        for loss in losses:
+            log.warning("%s is lost: %s.", loss.name, loss.reason)
+            self.router.on_lost(loss.incarnation)
+            self._apply(self.fate.on_worker_lost(loss.incarnation))
 
     def _note_decode_begin(self, message: AnyMessage, now: float) -> None:
         if isinstance(message, DecodeStarted) and self.fate.owns(message.key):

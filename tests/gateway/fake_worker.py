@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -35,9 +35,16 @@ M = TypeVar("M", bound=Message)
 class FakeWorker:
     """Connects to a gateway and does what the test says, one call at a time."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, incarnation: int, role: Role) -> None:
-        """Starts to connect."""
-        self.hello: WorkerHello = hello(incarnation, role)
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        endpoint: str,
+        incarnation: int,
+        role: Role,
+        **changes: Any,
+    ) -> None:
+        """Starts to connect; `changes` are those of its introduction."""
+        self.hello: WorkerHello = hello(incarnation, role, **changes)
         self.incarnation = incarnation
         self.role = role
         self.heard: list[AnyMessage] = []
@@ -108,8 +115,8 @@ class FakeWorker:
 
     def fail(self, request: AboutPrompt, code: str, message: str) -> None:
         """Gives a request up."""
-        key = {"request_id": request.request_id, "attempt": request.attempt}
-        self.say(RequestFailed(source=self.incarnation, **key, code=code, message=message))
+        about: dict[str, Any] = {"request_id": request.request_id, "attempt": request.attempt}
+        self.say(RequestFailed(source=self.incarnation, **about, code=code, message=message))
 
     def die(self) -> None:
         """Closes its socket, as the kernel does for a process that was killed."""

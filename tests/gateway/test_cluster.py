@@ -72,7 +72,7 @@ def test_silence_is_death() -> None:
     assert silent.on_status(status(1), 1.5)
     silent.on_heard(2, 1.0)
     assert silent.tick(2.9) == []
-    assert silent.tick(3.1) == [2]
+    assert [loss.incarnation for loss in silent.tick(3.1)] == [2]
     assert silent.tick(3.2) == []
     assert not silent.ready
     assert silent.snapshot(4.0)["lost"][0]["reason"] == "it was silent for more than 2 s"
@@ -96,7 +96,8 @@ def test_a_lost_connection_is_death_at_once() -> None:
 
 def test_a_restarted_worker_replaces_the_dead_one_at_its_address() -> None:
     restarted = cluster(hello(1, Role.BOTH, port=7000))
-    assert restarted.on_hello(hello(2, Role.BOTH, port=7000), 1.0) == [1]
+    (loss,) = restarted.on_hello(hello(2, Role.BOTH, port=7000), 1.0)
+    assert loss.incarnation == 1
     assert 1 not in restarted
     assert restarted.on_hello(hello(2, Role.BOTH, port=7000), 1.0) == []
 

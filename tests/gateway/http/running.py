@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,6 @@ class Client:
         self._response: HTTPResponse | None = None
 
     def _connect_with(self, receive_buffer: int) -> None:
-        import socket
-
         self.connection.sock = socket.socket()
         self.connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.connection.sock.settimeout(PATIENCE_S)
@@ -118,30 +117,32 @@ class Gateway:
     url: str
     workers_at: str
     context: "zmq.Context[zmq.Socket[bytes]]"
-    stop: Any
+    stop: Callable[[], object]
+    clients: list[Client] = field(default_factory=list)
 
-    def client(self) -> Client:
+    def client(self, *, receive_buffer: int | None = None) -> Client:
         """A new connection."""
-        return Client(self.url)
+        client = Client(self.url, receive_buffer=receive_buffer)
+        self.clients.append(client)
+        return client
 
-    def worker(self, incarnation: int, role: Role) -> FakeWorker:
-        """A registered worker."""
-        worker = FakeWorker(self.context, self.workers_at, incarnation, role)
+    def worker(self, incarnation: int, role: Role, **changes: Any) -> FakeWorker:
+        """A registered worker; `changes` are those of its introduction."""
+        worker = FakeWorker(self.context, self.workers_at, incarnation, role, **changes)
         worker.register()
         return worker
 
+    def pair(self, **changes: Any) -> tuple[FakeWorker, FakeWorker]:
+        """A prefill and a decode worker."""
+        return self.worker(1, Role.PREFILL, **changes), self.worker(2, Role.DECODE, **changes)
+
     def cluster(self) -> Any:
         """What `/cluster` says."""
-        client = self.client().get("/cluster")
-        content = client.json()
-        client.close()
-        return content
+        return self.client().get("/cluster").json()
 
     def metric(self, name: str) -> float:
         """The value of one line of `/metrics`, 0 if it is not there."""
-        client = self.client().get("/metrics")
-        lines = client.response.read().decode().splitlines()
-        client.close()
+        lines = self.client().get("/metrics").response.read().decode().splitlines()
         return sum(float(line.removeprefix(name)) for line in lines if line.startswith(f"{name} "))
 
 
@@ -164,7 +165,11 @@ def running(folder: Path, **settings: Any) -> Iterator[Gateway]:
     with zmq.Context() as context:
         try:
             assert started.wait(PATIENCE_S)
-            yield Gateway(*serving_at, context, lambda: loop.call_soon_threadsafe(stopping.set))
+            url, workers_at = serving_at
+            gateway = Gateway(url, workers_at, context, lambda: loop.call_soon_threadsafe(stopping.set))
+            yield gateway
+            for client in gateway.clients:
+                client.close()
         finally:
             loop.call_soon_threadsafe(stopping.set)
             thread.join(PATIENCE_S)
