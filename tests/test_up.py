@@ -184,8 +184,11 @@ def test_a_child_that_cannot_start_ends_it_with_its_own_words() -> None:
 
 
 def test_a_child_that_crashes_is_announced_and_started_again() -> None:
-    up = Up(worker="raise SystemExit(7)")
-    announced = [f"worker ended with exit code 7. It is started again in {delay} s." for delay in ("0.5", "1.0")]
+    up = Up(worker="raise SystemExit(print('oh') or 7)")
+    announced = [
+        f"worker ended with exit code 7 and is started again in {delay} s. Its last line: oh"
+        for delay in ("0.5", "1.0")
+    ]
     up.run(lambda _: set(announced) <= set(up.said))
     assert [line for line in up.said if line in announced] == announced
 

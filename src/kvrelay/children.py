@@ -33,9 +33,10 @@ class Death:
     code: int
     words: str
 
-    def __str__(self) -> str:
-        how = f"exit code {self.code}" if self.code >= 0 else f"signal {_signal_name(-self.code)}"
-        return f"{self.name} ended with {how}{f': {self.words}' if self.words else ''}"
+    @property
+    def how(self) -> str:
+        """Its exit code or the signal that killed it, for people."""
+        return f"exit code {self.code}" if self.code >= 0 else f"signal {_signal_name(-self.code)}"
 
 
 class Child:

@@ -93,7 +93,8 @@ class ClusterRun:
         if death.code == _CANNOT_START and not self.ready:
             raise StartError(f"{death.name} cannot start: {death.words}")
         delay_s = self._supervisor.restart_in_s(death.name)
-        self._say(f"{death}. It is started again in {delay_s:.1f} s.")
+        words = f" Its last line: {death.words}" if death.words else ""
+        self._say(f"{death.name} ended with {death.how} and is started again in {delay_s:.1f} s.{words}")
 
     def _look(self) -> None:
         snapshot = _snapshot(self._client)
