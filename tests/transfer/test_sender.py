@@ -331,7 +331,7 @@ def test_messages_for_or_from_somebody_else_are_dropped_and_counted(sender: KVSe
 
 def test_abort_covers_earlier_attempts_and_comes_before_the_offer_too(sender: KVSender) -> None:
     granted(sender)
-    assert kinds(sender.abort(RequestKey("r", 2), now=0.0)) == [Abort, KVReleased]
+    assert kinds(sender.abort(RequestKey("r", 2), now=0.0)) == [Abort, KVReleased, Dropped]
     assert sender.abort(RequestKey("r", 2), now=0.0) == []
     assert sender.offer(new_sequence(RequestKey("r", 2), 5), CANDIDATES, 1, now=1.0) == [Dropped(RequestKey("r", 2))]
     sender.abort(RequestKey("r", 1), now=1.0)

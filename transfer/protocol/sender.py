@@ -13,7 +13,7 @@ Until the KVCommit is sent the attempt is the sender's to move or to fail. From 
 receiver may have begun to decode. One deadline, counted from the first Offer, covers all candidates; it lies a margin
 before the receiver's, whose lease starts later. Every lease that ends without a commit is answered KVReleased, and so
 is every lease that somebody believes this sender holds and it does not: that names one lease only, so it can never hit
-an attempt that lives elsewhere.
+an attempt that lives elsewhere. Each attempt that was offered ends in exactly one HandedOver, Failed or Dropped.
 """
 
 import math
@@ -134,10 +134,8 @@ class KVSender:
     def abort(self, key: RequestKey, now: float) -> list[Action]:
         """Ends every attempt up to this one, known or not yet: Abort to the receiver, and KVReleased for a lease."""
         self._aborted.put(key.request_id, max(key.attempt, self._newest_aborted(key)), now)
-        hit = [
-            known for known in self._handovers if known.request_id == key.request_id and known.attempt <= key.attempt
-        ]
-        return [action for known in hit for action in self._let_go(self._handovers.pop(known), "aborted")]
+        hit = [handover for handover in self._handovers.values() if key.covers(handover.key)]
+        return [action for handover in hit for action in self._abort(handover, "aborted")]
 
     def on_peer_lost(self, incarnation: int, now: float) -> list[Action]:
         """A process is gone. A receiver's uncommitted lease counts as released; a gateway's requests are aborted.
@@ -148,7 +146,7 @@ class KVSender:
         actions: list[Action] = []
         for handover in list(self._handovers.values()):
             if handover.sequence.gateway == incarnation:
-                actions += [*self._let_go(handover, "its gateway is gone"), self._drop(handover)]
+                actions += self._abort(handover, "its gateway is gone")
             elif handover.peer.incarnation == incarnation and handover.phase is not Phase.COMMITTED:
                 handover.refusals.append((None, f"{handover.peer.name} was lost."))
                 actions += self._let_go(handover, "connection lost") + self._ask_next(handover, now)
@@ -307,6 +305,9 @@ class KVSender:
             actions += self._let_go(handover, "deadline passed")
             actions.append(self._fail(handover, HandOverFailed.code, self._deadline_fault(handover)))
         return actions
+
+    def _abort(self, handover: Handover, reason: str) -> list[Action]:
+        return [*self._let_go(handover, reason), self._drop(handover)]
 
     def _let_go(self, handover: Handover, reason: str) -> list[Action]:
         """What the receiver must hear when the attempt leaves it."""
