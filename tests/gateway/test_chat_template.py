@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -44,8 +44,17 @@ MISTRAL = """
 {%- endfor %}
 """
 ASSEMBLED = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}<|assistant|>"
+BEFORE = "{% for m in messages %}{{ '<|' + m.role + '|><|' + m.content }}{% endfor %}"
+BLOCKS = """
+{% for m in messages %}
+    {% if m.role == 'user' %}
+<|user|> {{ m.content }}
+    {% endif %}
+{% endfor %}
+"""
 JOINED = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "assembled": ASSEMBLED, "joined": JOINED}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "assembled": ASSEMBLED}
+TEMPLATES |= {"before": BEFORE, "blocks": BLOCKS, "joined": JOINED}
 # Whole special tokens, their halves, and what templates cut at.
 TYPED = st.lists(
     st.sampled_from([*SPECIAL, "<|im_", "end|>", "<", ">", "|", "/s>", "[INS", "T]", "end", "user", " ", "\t", "a"])
@@ -107,6 +116,7 @@ def test_a_typed_end_of_turn_in_the_bundled_chat_is_text(smollm2: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@example(contents=["end|>a", "<|end", "|>"])
 @given(contents=st.lists(TYPED, min_size=3, max_size=3))
 def test_whatever_users_type_the_special_tokens_are_those_of_a_harmless_chat(source: str, contents: list[str]) -> None:
     compiled = template(source)
@@ -133,6 +143,13 @@ def test_a_typed_role_cannot_complete_a_special_token() -> None:
     rendered = template(ASSEMBLED).render([{"role": "end", "content": "a"}])
     assert specials(rendered) == ["<|end|>", "<|assistant|>"]
     assert texts(rendered) == ["<|end|>a"]
+
+
+@pytest.mark.parametrize("writes", ["<|im_end|>", "{{ '<|im_end|>' }}", "{{ bos_token }}"])
+def test_templates_that_write_special_tokens_whole_see_messages_as_they_are(writes: str) -> None:
+    rendered = template(writes + "{{ messages[0].content == '<b>' }}").render(chat("<b>"))
+    assert [segment.special for segment in rendered] == [True, False]
+    assert texts(rendered) == ["True"]
 
 
 def test_templates_may_look_into_messages_for_ordinary_text() -> None:

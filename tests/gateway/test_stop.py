@@ -54,6 +54,10 @@ def test_text_that_only_begins_like_a_stop_string_comes_out_in_the_end() -> None
     assert feed(["</s>"], ["a </", "b </s"]) == ("a </b </s", False)
 
 
+def test_a_stop_string_that_begins_inside_a_failed_one_is_found() -> None:
+    assert feed(["aabaaac"], ["aabaaab", "aaac"]) == ("aaba", True)
+
+
 def test_the_stop_string_that_is_complete_first_wins() -> None:
     assert feed(["bcde", "cd"], ["abcde"]) == ("ab", True)
 

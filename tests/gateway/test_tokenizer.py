@@ -33,7 +33,7 @@ def ids_of(tokenizer: Tokenizer, tokens: list[str]) -> list[int]:
 def gguf(pre: str = "smollm", **changes: Any) -> dict[str, Any]:
     """GGUF metadata of a small byte-level BPE: all bytes, some merges, and three tokens of other types."""
     merged = ["12", "123", "45", "'L", "'LL", "ab", "abc"]
-    tokens = [*byte_alphabet(), *merged, "whole", "<s>", "<tool>", "<unk>"]
+    tokens = [*byte_alphabet(), *merged, "whole", "<s>", "<a tool>", "<unk>"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -83,7 +83,8 @@ def test_the_lower_bound_allows_for_text_that_normalising_shortens() -> None:
     tokenizer.normalizer = normalizers.NFC()
     syllable = "\u1112\u1161\u11ab" * 100  # three letters each, one syllable after normalising
     composed = Tokenizer(Vocabulary(tokenizer, {}, frozenset(), None))
-    assert 0 < composed.min_tokens(syllable) <= len(composed.encode(syllable)) == 300
+    assert composed.min_tokens(syllable) == 38  # 900 bytes, a third of them certain, at most 8 in a token
+    assert len(composed.encode(syllable)) == 300
 
 
 def test_special_tokens_become_ids_where_that_is_asked_for(smollm2: Tokenizer) -> None:
@@ -136,6 +137,7 @@ def test_pre_tokenizers_cut_as_llama_cpp_does() -> None:
     assert tokens_of("qwen2", "12345") == ["1", "2", "3", "4", "5"]
     assert tokens_of("gpt-2", "12345") == ["123", "45"]
     assert tokens_of("default", "34512") == ["3", "45", "12"]
+    assert tokens_of("default", "00123") == ["0", "0", "1", "2", "3"]  # 001, 23
     assert tokens_of("gpt-2", "12312") == ["123", "12"]
     assert tokens_of("llama-bpe", "45123") == ["45", "1", "2", "3"]  # 451, 23: three digits at a time
     assert tokens_of("qwen2", "x'LL") == ["x", "'LL"]
@@ -159,9 +161,11 @@ def test_bos_follows_the_file_where_it_says_so() -> None:
 
 def test_user_defined_tokens_are_found_in_text_and_control_tokens_are_not() -> None:
     tokenizer = Tokenizer(gguf_vocabulary(gguf()))
-    (tool,) = ids_of(tokenizer, ["<tool>"])
-    assert tokenizer.encode("<s><tool><unk>") == [*tokenizer.encode("<s>"), tool, *tokenizer.encode("<unk>")]
+    tool, *special = ids_of(tokenizer, ["<a tool>", "<s>", "<unk>"])
+    assert tokenizer.encode("<s><a tool><unk>") == [*tokenizer.encode("<s>"), tool, *tokenizer.encode("<unk>")]
     assert len(tokenizer.encode("<s>")) == 3
+    assert tokenizer.decode([tool]) == "<a tool>"
+    assert [tokenizer.is_special(token_id) for token_id in [tool, *special]] == [False, True, True]
 
 
 @pytest.mark.parametrize(
