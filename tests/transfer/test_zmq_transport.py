@@ -191,8 +191,14 @@ def test_a_receiver_that_restarts_at_the_same_address_is_reached_again(sender: Z
     port = old.endpoint.rpartition(":")[2]
     old.close()
     new = _bind_again(sockets, port)
-    send(sender, peer_of(new), *piece(2))
-    assert [unpack(header).first_block for _, header, _ in receive(new, bool)] == [2]
+    found: list[Piece] = []
+    for number in range(100):  # what the old connection swallowed before its end was noticed is lost
+        sender.send(peer_of(new), *piece(number))
+        zmq.zmq_poll([(item, zmq.POLLIN) for item in new.sockets()], 100)
+        found += new.receive(2**24)
+        if found:
+            break
+    assert found
 
 
 def _bind_again(sockets: Sockets, port: str) -> ZmqTransport:
