@@ -120,4 +120,5 @@ class FakeWorker:
 
     def die(self) -> None:
         """Closes its socket, as the kernel does for a process that was killed."""
-        self._connection.close()
+        if not self._connection.socket.closed:
+            self._connection.close()

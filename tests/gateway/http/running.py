@@ -119,6 +119,7 @@ class Gateway:
     context: "zmq.Context[zmq.Socket[bytes]]"
     stop: Callable[[], object]
     clients: list[Client] = field(default_factory=list)
+    workers: list[FakeWorker] = field(default_factory=list)
 
     def client(self, *, receive_buffer: int | None = None) -> Client:
         """A new connection."""
@@ -128,8 +129,14 @@ class Gateway:
 
     def worker(self, incarnation: int, role: Role, **changes: Any) -> FakeWorker:
         """A registered worker; `changes` are those of its introduction."""
-        worker = FakeWorker(self.context, self.workers_at, incarnation, role, **changes)
+        worker = self.stranger(incarnation, role, **changes)
         worker.register()
+        return worker
+
+    def stranger(self, incarnation: int, role: Role, **changes: Any) -> FakeWorker:
+        """A worker that has not said yet who it is."""
+        worker = FakeWorker(self.context, self.workers_at, incarnation, role, **changes)
+        self.workers.append(worker)
         return worker
 
     def pair(self, **changes: Any) -> tuple[FakeWorker, FakeWorker]:
@@ -144,6 +151,13 @@ class Gateway:
         """The value of one line of `/metrics`, 0 if it is not there."""
         lines = self.client().get("/metrics").response.read().decode().splitlines()
         return sum(float(line.removeprefix(name)) for line in lines if line.startswith(f"{name} "))
+
+    def close(self) -> None:
+        """Closes everything that tests opened."""
+        for client in self.clients:
+            client.close()
+        for worker in self.workers:
+            worker.die()
 
 
 @contextmanager
@@ -167,9 +181,10 @@ def running(folder: Path, **settings: Any) -> Iterator[Gateway]:
             assert started.wait(PATIENCE_S)
             url, workers_at = serving_at
             gateway = Gateway(url, workers_at, context, lambda: loop.call_soon_threadsafe(stopping.set))
-            yield gateway
-            for client in gateway.clients:
-                client.close()
+            try:
+                yield gateway
+            finally:
+                gateway.close()
         finally:
             loop.call_soon_threadsafe(stopping.set)
             thread.join(PATIENCE_S)
