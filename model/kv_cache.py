@@ -67,7 +67,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On the CPU they take no memory before they are written: numpy leaves that to the kernel, torch does not."""
+    """Zeros. On the CPU they take no memory before they are written: numpy leaves that to the kernel."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
