@@ -1,6 +1,5 @@
 """The bundled model's tokenizer, for the tests that need a real vocabulary."""
 
-import os
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +14,5 @@ hypothesis.settings.load_profile("kvrelay")
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Tokenizer:
-    cache_dir = Path(os.environ.get("KVRELAY_CACHE_DIR", "~/.cache/kvrelay")).expanduser()
+def smollm2(cache_dir: Path) -> Tokenizer:
     return Tokenizer.load(resolve("smollm2-135m", cache_dir))
