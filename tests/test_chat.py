@@ -190,3 +190,13 @@ def test_piped_text_in_no_known_encoding_does_no_harm(server: Server) -> None:
 def test_a_failed_answer_shows_in_the_exit_code_of_a_script(server: Server) -> None:
     done = chat(server.url, b"refuse\n")
     assert (done.stdout, done.returncode) == (b"The prompt is too long. (HTTP status 400)\n", 1)
+
+
+def test_ctrl_c_ends_a_conversation_that_nobody_types(server: Server) -> None:
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            raise KeyboardInterrupt
+
+    with connect(server.url) as client, pytest.raises(KeyboardInterrupt):
+        Chat(client, "served", ChatSettings(url=server.url), Interrupted(), stoppable=False).converse(["one", "two"])
+    assert len(server.bodies) == 1

@@ -28,7 +28,7 @@ def run(settings: ChatSettings) -> int:
             model = settings.model or served_model(client)
             if interactive:
                 sys.stdout.write(f"{model} at {settings.url}. {_HELP}")
-            failures = Chat(client, model, settings, sys.stdout).converse(_lines(interactive))
+            failures = Chat(client, model, settings, sys.stdout, stoppable=interactive).converse(_lines(interactive))
     except GatewayError as error:
         sys.stderr.write(f"kvrelay: {error}\n")
         return 1
@@ -46,12 +46,16 @@ def served_model(client: httpx.Client) -> str:
 class Chat:
     """One conversation: its history and where it is shown."""
 
-    def __init__(self, client: httpx.Client, model: str, settings: ChatSettings, out: TextIO) -> None:
+    def __init__(
+        self, client: httpx.Client, model: str, settings: ChatSettings, out: TextIO, *, stoppable: bool = True
+    ) -> None:
+        """`stoppable`: Ctrl-C ends an answer only, because somebody is there to go on."""
         self._client = client
         self._options = settings.model_dump(include={"max_tokens", "temperature", "seed"}, exclude_none=True)
         self._model = model
         self._system = settings.system
         self._out = out
+        self._stoppable = stoppable
         self._messages = self._opening()
 
     def converse(self, lines: Iterable[str]) -> int:
@@ -80,6 +84,8 @@ class Chat:
                     pieces.append(piece)
                     self._show(piece)
         except KeyboardInterrupt:
+            if not self._stoppable:
+                raise
             self._show(" [stopped]")
         except GatewayError as error:
             self._show(f"\n{error}\n" if pieces else f"{error}\n")
