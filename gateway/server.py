@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import time
@@ -63,7 +64,7 @@ async def serve(
     """
     tokenizer = Tokenizer.load(checkpoint)
     encoder = PromptEncoder(tokenizer, ChatTemplate.load(tokenizer))
-    with bound(settings.host, settings.port) as http_socket, _listener(settings) as listener:
+    with bound(settings.host, settings.port, settings.client_timeout_s) as http_socket, _listener(settings) as listener:
         control = ControlLoop(listener, heartbeat_s=settings.heartbeat_s)
         service = Service(
             settings,
@@ -139,8 +140,11 @@ def _uvicorn_config(app: object) -> uvicorn.Config:
 
 
 @contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A TCP socket for clients, bound but not listening; port 0 takes a free one.
+def bound(host: str, port: int, client_timeout_s: float) -> Iterator[socket.socket]:
+    """A TCP socket at which clients may connect; port 0 takes a free one.
+
+    The kernel drops connections whose client takes nothing for `client_timeout_s`; what the gateway has given up would
+    wait in its buffers for ever.
 
     Raises:
         AddressInUse: the address is taken, or not of this machine.
@@ -155,8 +159,11 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
     with http_socket:
         http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            http_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * client_timeout_s))
         try:
             http_socket.bind(address)
+            http_socket.listen(_BACKLOG)
         except OSError as error:
             raise AddressInUse(
                 f"Cannot serve HTTP at {host}, port {port}: {error.strerror}; choose another --port or --host."
