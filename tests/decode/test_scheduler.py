@@ -1,12 +1,12 @@
 """Decode scheduling, rule by rule."""
 
 import pytest
-from tests.fake_runner import EOS, FakeRunner, make_sequence, next_token, undisturbed
 
 from kvrelay.blocks import BlockManager
 from kvrelay.decode.scheduler import DecodeScheduler, StepToken
 from kvrelay.errors import ContextLengthExceeded, MemoryShortage, Overloaded
 from kvrelay.types import Batch, FinishReason, RequestKey, SamplingParams, Sequence, SequenceStatus
+from tests.fake_runner import EOS, FakeRunner, make_sequence, next_token, undisturbed
 
 MAX_MODEL_LEN = 32
 
@@ -182,9 +182,9 @@ def test_a_preempted_sequence_continues_without_gap_or_repeat() -> None:
 def test_preempted_sequences_resume_before_new_prompts_and_before_grants() -> None:
     bench = Bench(num_blocks=8)
     first, second = bench.adopt("first", 16, max_tokens=12), bench.adopt("second", 16)
+    new = bench.add("new", 1)
     bench.step()
     assert second.status is SequenceStatus.PREEMPTED
-    new = bench.add("new", 1)
     while second.status is SequenceStatus.PREEMPTED:
         assert new.status is SequenceStatus.WAITING
         assert bench.scheduler.grant_allowance() == (0, 0)
@@ -275,6 +275,25 @@ def test_allowance_leaves_a_block_for_each_running_sequence_and_the_next_prompt(
 def test_adoptions_beyond_the_seats_wait_for_one_and_starve_nobody() -> None:
     bench = Bench(max_num_seqs=2, max_batch_tokens=4)
     sequences = [bench.add("local", 10), *(bench.adopt(name, 4) for name in "abc")]
+    assert bench.step() == {"a": 1, "b": 1}
+    bench.run()
+    bench.check(*sequences)
+
+
+def test_a_prompt_that_is_being_computed_keeps_its_seat() -> None:
+    bench = Bench(max_num_seqs=2, max_batch_tokens=4)
+    local = bench.add("local", 10)
+    bench.step()
+    sequences = [local, bench.adopt("a", 4), bench.adopt("b", 4)]
+    assert bench.step() == {"a": 1, "local": 3}
+    bench.run()
+    bench.check(*sequences)
+
+
+def test_a_step_has_no_more_sequences_than_tokens() -> None:
+    bench = Bench(max_num_seqs=8, max_batch_tokens=2)
+    sequences = [bench.adopt(name, 4) for name in "abc"]
+    assert bench.scheduler.grant_allowance()[1] == 0
     assert bench.step() == {"a": 1, "b": 1}
     bench.run()
     bench.check(*sequences)

@@ -3,6 +3,11 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvrelay.blocks import BlockManager
+from kvrelay.decode.scheduler import DecodeScheduler
+from kvrelay.errors import Overloaded
+from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
 from tests.fake_runner import (
     EOS,
     FakeRunner,
@@ -12,11 +17,6 @@ from tests.fake_runner import (
     next_token,
     undisturbed,
 )
-
-from kvrelay.blocks import BlockManager
-from kvrelay.decode.scheduler import DecodeScheduler
-from kvrelay.errors import Overloaded
-from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 22

@@ -1,12 +1,12 @@
 """Prefill scheduling, rule by rule."""
 
 import pytest
-from tests.fake_runner import FakeRunner, make_sequence
 
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, Overloaded
 from kvrelay.prefill.scheduler import PrefillScheduler
 from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
+from tests.fake_runner import FakeRunner, make_sequence
 
 
 class Bench:

@@ -3,12 +3,12 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.fake_runner import FakeRunner, check_batch, check_ledger, make_sequence, next_token
 
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, Overloaded
 from kvrelay.prefill.scheduler import PrefillScheduler
 from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
+from tests.fake_runner import FakeRunner, check_batch, check_ledger, make_sequence, next_token
 
 BLOCK_SIZE = 4
 NAMES = "abcdef"
