@@ -57,13 +57,20 @@ def _machine_memory() -> int:
 def _container_memory() -> int:
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     # Nothing to read or the word "max": no limit, so that the machine's own memory decides.
-    return _machine_memory() if limit is None or used is None else max(limit - used, 0)
+    return _machine_memory() if limit is None or used is None else max(limit - used + _idle_page_cache(), 0)
 
 
 def _cgroup_bytes(name: str) -> int | None:
     file = _CGROUP / name
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
+
+
+def _idle_page_cache() -> int:
+    """Bytes that the container's use includes, but that the kernel gives back when they are needed."""
+    file = _CGROUP / "memory.stat"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
 
 
 def _mib(num_bytes: int) -> str:

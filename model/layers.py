@@ -52,22 +52,25 @@ class Rotation:
 class RotaryEmbedding:
     """Rotary positions (Su et al., 2021), with per-frequency divisors for scaled contexts."""
 
-    frequencies: torch.Tensor  # float32 [head_dim / 2], radians per position
+    cos: torch.Tensor  # float32 [positions, head_dim]
+    sin: torch.Tensor
 
     @classmethod
-    def build(cls, theta: float, head_dim: int, divisors: tuple[float, ...], device: torch.device) -> "RotaryEmbedding":
-        """`divisors` is empty or has head_dim / 2 entries."""
+    def build(
+        cls, theta: float, head_dim: int, divisors: tuple[float, ...], num_positions: int, device: torch.device
+    ) -> "RotaryEmbedding":
+        """Tables for all positions of the context; `divisors` is empty or has head_dim / 2 entries."""
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         frequencies = 1.0 / theta**exponents
         if divisors:
             frequencies = frequencies / torch.tensor(divisors, dtype=torch.float32)
-        return cls(frequencies.to(device))
+        angles = torch.arange(num_positions).float()[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device))
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
         """The rotation of positions `[N]`."""
-        angles = positions.float()[:, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return Rotation(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+        return Rotation(self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None])
 
 
 @dataclass(frozen=True, slots=True)

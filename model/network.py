@@ -80,7 +80,9 @@ def build_network(
         dtype=dtype,
         device=device,
         embedding=embedding,
-        rotary=RotaryEmbedding.build(config.rope_theta, config.head_dim, config.rope_divisors, device),
+        rotary=RotaryEmbedding.build(
+            config.rope_theta, config.head_dim, config.rope_divisors, config.max_model_len, device
+        ),
         layers=tuple(maker.layer(index) for index in range(config.num_layers)),
         norm=maker.norm(names.FINAL_NORM, dtype),
         lm_head=embedding if config.tied_embeddings else maker.tensor(names.LM_HEAD),

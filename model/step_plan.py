@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from kvrelay.errors import InternalError
+from kvrelay.model.kv_cache import DTYPES
 from kvrelay.types import Batch, KVLayout, ScheduledSequence
 
 _SCRATCH_BYTES = 8 << 20  # of gathered KV at a time, so that attention finds it still in the CPU's cache
@@ -22,7 +23,7 @@ class DecodeGroup:
 
     rows: torch.Tensor  # [G] rows of the step
     strips: torch.Tensor  # [G * 2 * num_kv_heads * T / block_size]
-    mask: torch.Tensor  # bool [G, 1, 1, T], True where a position exists
+    mask: torch.Tensor  # [G, 1, 1, T], added to the scores: 0 where a position exists, else -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class PrefillChunk:
     rows: slice
     start: int
     strips: torch.Tensor  # [2 * num_kv_heads * number of blocks up to the chunk's end]
-    mask: torch.Tensor | None  # bool [tokens, positions]; None if the chunk begins at position 0
+    mask: torch.Tensor | None  # [tokens, positions], added to the scores; None if the chunk begins at position 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def _decode_group(spans: list[_Span], layout: KVLayout, device: torch.device) ->
     return DecodeGroup(
         rows=_tensor([span.row for span in spans], device),
         strips=_tensor(_strips(tables, layout), device),
-        mask=torch.from_numpy(mask[:, None, None]).to(device),
+        mask=_additive(mask[:, None, None], layout, device),
     )
 
 
@@ -171,7 +172,12 @@ def _prefill_chunk(span: _Span, layout: KVLayout, device: torch.device) -> Prefi
     if span.start == 0:
         return PrefillChunk(rows, 0, strips, None)
     mask = np.arange(span.stop) <= np.arange(span.start, span.stop)[:, None]
-    return PrefillChunk(rows, span.start, strips, torch.from_numpy(mask).to(device))
+    return PrefillChunk(rows, span.start, strips, _additive(mask, layout, device))
+
+
+def _additive(visible: np.ndarray, layout: KVLayout, device: torch.device) -> torch.Tensor:
+    mask = torch.zeros(visible.shape, dtype=DTYPES[layout.dtype])
+    return mask.masked_fill_(torch.from_numpy(~visible), float("-inf")).to(device)
 
 
 def _tensor(values: np.ndarray | list[int], device: torch.device) -> torch.Tensor:

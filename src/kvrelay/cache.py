@@ -72,7 +72,7 @@ def file_digest(path: Path, cache_dir: Path) -> str:
 def _recall(remembered: Path) -> str | None:
     try:
         digest = remembered.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # usually not there yet; if the folder cannot be used, the write that follows says so
         return None
     is_digest = len(digest) == _HEX_DIGEST_CHARS and not digest.strip(b"0123456789abcdef")
     return digest.decode() if is_digest else None

