@@ -337,6 +337,7 @@ def test_a_commit_under_another_lease_or_of_another_sender_changes_nothing(bench
     bench.land_all(lease)
     wrong = lease.model_copy(update={"lease_id": LeaseId(D, 99)})
     assert rejects(bench.commit(wrong)) == [(RejectReason.UNKNOWN, wrong.lease_id)]
+    assert rejects(bench.commit(lease.model_copy(update={"attempt": 2}))) == [(RejectReason.UNKNOWN, lease.lease_id)]
     assert bench.commit(lease, source=OTHER) == []
     assert of(bench.commit(lease), Adopt)
     assert rejects(bench.commit(wrong)) == [(RejectReason.UNKNOWN, wrong.lease_id)]

@@ -1,0 +1,56 @@
+"""One lease by itself: which pieces fit, and what is missing."""
+
+from kvrelay.messages import KVOffer, LeaseId
+from kvrelay.transfer.protocol.lease import Lease, Unfit
+from kvrelay.transfer.protocol.piece import PieceHeader
+from kvrelay.types import SamplingParams
+from tests.transfer.nouns import FINGERPRINT, GATEWAY, LAYOUT, LEASE_S
+
+LEASE_ID = LeaseId(50, 1)
+
+
+def new_lease(held_blocks: int = 0) -> Lease:
+    offer = KVOffer(
+        source=1,
+        target=50,
+        request_id="r",
+        attempt=1,
+        prompt_token_ids=(1, 2, 3, 4, 5),
+        params=SamplingParams(max_tokens=4),
+        gateway=GATEWAY,
+        fingerprint=FINGERPRINT,
+        layout=LAYOUT,
+        lease_s=LEASE_S,
+    )
+    return Lease(LEASE_ID, offer, (7, 8, 9), until=LEASE_S, held_blocks=held_blocks)
+
+
+def piece(layer: int, first: int, count: int) -> PieceHeader:
+    return PieceHeader(LEASE_ID, 1, layer, first, count, 0, 1, 2, "float16", count * LAYOUT.block_bytes)
+
+
+def test_blocks_that_were_there_already_are_not_written_again() -> None:
+    lease = new_lease(held_blocks=2)
+    assert lease.objection(piece(0, 1, 2)) is Unfit.HELD_BLOCK
+    assert lease.objection(piece(0, 2, 1)) is None
+    assert lease.accept(piece(0, 2, 1)) == (9,)
+
+
+def test_it_is_whole_when_every_layer_has_what_was_not_held() -> None:
+    lease = new_lease(held_blocks=2)
+    for layer in range(LAYOUT.num_layers):
+        assert not lease.is_whole
+        lease.accept(piece(layer, 2, 1))
+        lease.land(piece(layer, 2, 1))
+    assert lease.is_whole
+
+
+def test_a_prompt_that_was_there_already_is_whole_from_the_start() -> None:
+    assert new_lease(held_blocks=3).is_whole
+    assert not new_lease().is_whole
+
+
+def test_the_grant_is_the_same_however_often_it_is_asked_for() -> None:
+    lease = new_lease(held_blocks=1)
+    assert lease.grant(50) == lease.grant(50)
+    assert (lease.grant(50).held_blocks, lease.grant(50).block_ids) == (1, (7, 8, 9))
