@@ -141,6 +141,29 @@ def test_top_p_over_a_flat_large_vocabulary_is_exact() -> None:
     assert weights[kept].sum() >= 0.5 * weights.sum() > weights[kept].sum() - weights.max()
 
 
+def test_top_p_keeps_what_a_plain_loop_keeps() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        row = np.round(generator.standard_normal(300) * generator.choice([0.1, 1, 4, 10]), 1).astype(np.float32)
+        params = sequence(top_p=float(generator.choice([0.01, 0.3, 0.9, 0.99])), top_k=int(generator.integers(0, 300)))
+        kept = np.flatnonzero(np.isfinite(filtered_logits(row, params.params)))
+        assert kept.tolist() == plain_nucleus(row, params.params)
+
+
+def plain_nucleus(row: np.ndarray, params: SamplingParams) -> list[int]:
+    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    last = row[order[params.top_k - 1]] if params.top_k else -np.inf
+    order = [token for token in order if row[token] >= last]
+    weights = [math.exp(row[token] - row.max()) for token in order]
+    kept, reached = [], 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if reached >= params.top_p * sum(weights):
+            break
+        kept.append(token)
+        reached += weight
+    return sorted(kept)
+
+
 def test_logits_that_are_not_numbers_name_the_request() -> None:
     with pytest.raises(InternalError, match="named"):
         Sampler().sample(torch.tensor([[0.0, float("nan"), 1.0]]), [sequence()])
