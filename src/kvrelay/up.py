@@ -119,7 +119,8 @@ def waiting_for(workers: list[str], snapshot: Mapping[str, Any] | None) -> str:
 
 def ready_text(url: str, model: str) -> str:
     """The one ready line, and below it something to paste."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Say hello."}]})
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = json.dumps({"model": model, "messages": [question], "temperature": 0})
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     return f"KVRelay is ready and serves {model} at {url}\n  {curl}"
 

@@ -259,9 +259,11 @@ def test_decode_start_of_an_unknown_attempt_is_answered_with_abort(bench: Bench)
 # deaths
 
 
-def test_the_prefill_worker_dies_before_decode_start(bench: Bench) -> None:
+@pytest.mark.parametrize("first_token", [False, True])
+def test_the_prefill_worker_dies_before_decode_start(bench: Bench, first_token: bool) -> None:
     bench.submit(route(P, D1, D2))
-    bench.tokens(P, token(0))
+    if first_token:
+        bench.tokens(P, token(0))
     effects = bench.fate.on_worker_lost(P)
     assert ends(effects) == [WorkerLost]
     assert aborted(effects) == {D1, D2}

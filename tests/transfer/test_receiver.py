@@ -436,6 +436,15 @@ def test_a_commit_after_the_lease_ended_fails_at_the_gateway_once(bench: Bench) 
     assert not of(bench.commit(lease, now=LEASE_S), Failed)
 
 
+def test_the_loss_of_a_sender_ends_its_offers_and_leases_and_nobody_elses(bench: Bench) -> None:
+    bench.lease("leased")
+    bench.offer("waiting")
+    bench.offer("of another", source=OTHER)
+    assert bench.receiver.on_peer_lost(P, now=0.0) == []
+    assert (bench.receiver.num_waiting, bench.receiver.num_leases) == (1, 0)
+    assert bench.state == (NUM_BLOCKS, 0, 0)
+
+
 def test_the_loss_of_a_gateway_aborts_its_requests(bench: Bench) -> None:
     bench.lease("leased")
     bench.offer("waiting")

@@ -117,19 +117,30 @@ class OneSidedMachine(HandOverMachine):
     one_sided = True
 
 
-@pytest.mark.parametrize("machine", [HandOverMachine, OneSidedMachine])
-def test_any_history_keeps_every_promise(machine: type[HandOverMachine]) -> None:
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=120,
-            stateful_step_count=40,
-            deadline=None,
-            derandomize=True,
-            phases=PHASES,
-            suppress_health_check=list(HealthCheck),
-        ),
+MACHINES = pytest.mark.parametrize("machine", [HandOverMachine, OneSidedMachine])
+
+
+def run(machine: type[HandOverMachine], num_histories: int, *, derandomize: bool) -> None:
+    chosen = settings(
+        max_examples=num_histories,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=derandomize,
+        phases=PHASES,
+        suppress_health_check=list(HealthCheck),
     )
+    run_state_machine_as_test(machine, settings=chosen)
+
+
+@MACHINES
+def test_any_history_keeps_every_promise(machine: type[HandOverMachine]) -> None:
+    run(machine, 150, derandomize=True)
+
+
+@pytest.mark.soak
+@MACHINES
+def test_thousands_of_histories_keep_every_promise(machine: type[HandOverMachine]) -> None:
+    run(machine, 5_000, derandomize=False)
 
 
 @pytest.mark.parametrize("one_sided", [False, True])
