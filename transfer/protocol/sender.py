@@ -1,13 +1,16 @@
 """The sending end of the hand-over: offers a prompt's KV, pushes it layer by layer under a lease, and commits.
 
-    offer()                 KVGrant              commit(), last piece      KVAck
-  ───────────▶ OFFERED ───────────────▶ GRANTED ───────────────▶ COMMITTED ─────▶ HandedOver
-                ▲  │ │                   │  │ │  (KVCommit goes)     │
-   next         │  │ │ no one left,      │  │ │ deadline, abort      │ deadline, KVReject, abort
-   candidate    └──┘ │ deadline          │  │ └──▶ Failed / gone     └──▶ Dropped / gone
-                ▲    └──▶ Failed         │  │
-                └────────────────────────┘  └ KVReject(aborted, corrupt) ──▶ Dropped
-                  lease ended: peer lost, KVReject(expired, stale, unknown)
+    offer()              KVGrant             commit(), last piece sent        KVAck
+  ───────────▶ OFFERED ───────────▶ GRANTED ──────────────────────────▶ COMMITTED ───▶ HandedOver
+                 │ ▲ ▲                │ │           (KVCommit goes)        │
+         refused │ │ │  lease ended   │ │                                  │ deadline, KVReject, abort
+                 └─┘ └────────────────┘ │                                  └──────▶ Dropped
+          (the next candidate is asked) │
+                 │                      │
+                 ├──────────────────────┴─ deadline, no candidate left ───────────▶ Failed
+                 └──────────────────────── abort, KVReject(aborted, corrupt) ─────▶ Dropped
+
+A lease ends early when its receiver is lost or says KVReject(expired, stale or unknown).
 
 Until the KVCommit is sent the attempt is the sender's to move or to fail. From then on it never declares failure: the
 receiver may have begun to decode. One deadline, counted from the first Offer, covers all candidates; it lies a margin
