@@ -131,6 +131,11 @@ def test_filters_keep_exactly(params: dict[str, float], kept: list[int]) -> None
     assert set(np.flatnonzero(observed)) <= set(kept)
 
 
+def test_top_p_that_is_reached_exactly_keeps_no_more() -> None:
+    scores = filtered_logits(np.zeros(4, np.float32), sequence(top_p=0.5).params)
+    assert np.isfinite(scores).tolist() == [True, True, False, False]
+
+
 def test_top_p_over_a_flat_large_vocabulary_is_exact() -> None:
     row = np.zeros(50_000, np.float32)
     row[40_000:] = 1e-3  # the likeliest; the nucleus goes on with the lowest ids
