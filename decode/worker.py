@@ -31,7 +31,7 @@ from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Faile
 from kvrelay.transfer.protocol.piece import is_intact, unpack
 from kvrelay.transfer.protocol.receiver import KVReceiver
 from kvrelay.transfer.zmq_transport import ZmqTransport
-from kvrelay.types import Batch, Incarnation, RequestKey
+from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
 from kvrelay.worker import Worker, WorkerContext
 
 
@@ -170,9 +170,14 @@ class DecodeWorker(Worker):
         sequence = action.sequence
         self._scheduler.adopt(sequence)
         self._own(sequence.gateway, sequence.key)
-        first = StepToken(sequence, sequence.sample, 0, sequence.token_ids[-1], None)
-        self._keep(first)
         self.tell(sequence.gateway, DecodeStarted(**self.about(sequence.gateway, sequence.key)))
+        first = self._keep(StepToken(sequence, sequence.sample, 0, sequence.token_ids[-1], self._reason(sequence)))
+        if first.finish_reason:  # the sender should have ended it itself; then nobody has told the gateway why
+            self.report([(sequence.gateway, first)])
+
+    def _reason(self, sequence: Sequence) -> FinishReason | None:
+        config = self._runner.config
+        return sequence.finish_reason(config.eos_token_ids, config.max_model_len)
 
     def _own(self, gateway: Incarnation, key: RequestKey) -> None:
         self._gateway_of[key] = gateway

@@ -137,6 +137,7 @@ class PrefillWorker(Worker):
             self.fail(gateway, request.key, error.code, error.message)
         else:
             self._requests[request.key] = (sequence, request)
+            self._outputs.open(request.key, request.num_samples)
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -148,9 +149,9 @@ class PrefillWorker(Worker):
                 case FirstTokenDue(key):
                     self._report_first(self._requests[key][0])
                 case HandedOver(key) | Dropped(key):
-                    self._forget(key)
+                    self._leave(key)
                 case Failed(key, gateway, code, message):
-                    self._forget(key)
+                    self._leave(key)
                     self.fail(gateway, key, code, message)
 
     def _send(self, action: SendPiece) -> None:
@@ -168,13 +169,17 @@ class PrefillWorker(Worker):
             token_id=token_id,
             finish_reason=self._finish_reason(sequence),
         )
-        self._outputs.open(sequence.key, num_samples=1)
         self._outputs.add(output, self._clock())
         self.report([(sequence.gateway, output)])
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:
         config = self._runner.config
         return sequence.finish_reason(config.eos_token_ids, config.max_model_len)
+
+    def _leave(self, key: RequestKey) -> None:
+        """The attempt is somebody else's from here on, its first token too."""
+        self._forget(key)
+        self._outputs.abort(key)
 
     def _forget(self, key: RequestKey) -> None:
         """Frees the blocks, running or held."""
