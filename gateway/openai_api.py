@@ -67,7 +67,7 @@ Prompt = Annotated[
 class _Strict(BaseModel):
     """Types are taken at their word: "1" is no number and 1 is no boolean."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
 class TextPart(_Strict):

@@ -39,7 +39,7 @@ class Answer(Response):
         Raises:
             RequestError: nothing was sent yet.
         """
-        sender = _Sender(send, self._service.settings.client_timeout_s)
+        sender = Sender(send, self._service.settings.client_timeout_s)
         try:
             outcome = await self._answer(scope, receive, sender)
         except RequestError as error:
@@ -49,7 +49,7 @@ class Answer(Response):
         else:
             self._service.metrics.requests.labels(outcome).inc()
 
-    async def _answer(self, scope: Scope, receive: Receive, sender: "_Sender") -> str:
+    async def _answer(self, scope: Scope, receive: Receive, sender: "Sender") -> str:
         body = await self._read(scope, receive)
         with self._service.admission() as timeline:
             max_model_len = self._service.max_model_len()
@@ -87,7 +87,7 @@ class Answer(Response):
             pass
         self._service.client_gone(generation, "The client left.")
 
-    async def _whole(self, generation: Generation, body: RequestBody, sender: "_Sender") -> str:
+    async def _whole(self, generation: Generation, body: RequestBody, sender: "Sender") -> str:
         text = AnswerText(self._encoder.tokenizer, generation.prompt_token_ids, body.stop)
         pieces = [piece async for more in self._pieces(generation, text) for piece in more]
         content = to_json(self._shape(generation, body).whole(pieces, text.finish_reason))
@@ -95,7 +95,7 @@ class Answer(Response):
         await sender.body(content, more=False)
         return str(text.finish_reason)
 
-    async def _stream(self, generation: Generation, body: RequestBody, sender: "_Sender") -> str:
+    async def _stream(self, generation: Generation, body: RequestBody, sender: "Sender") -> str:
         shape = self._shape(generation, body)
         text = AnswerText(self._encoder.tokenizer, generation.prompt_token_ids, body.stop)
         try:
@@ -139,19 +139,22 @@ class Answer(Response):
         )
 
 
-class _Sender:
+class Sender:
     """Sends to the client. The server's `send` waits while the client does not read; this waits `timeout_s` at most."""
 
     def __init__(self, send: Send, timeout_s: float) -> None:
+        """Nothing was sent yet."""
         self._send = send
         self._timeout_s = timeout_s
         self.started = False
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends status 200 and headers. Raises ClientGone if the client reads nothing for too long."""
         self.started = True
         await self._in_time({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def body(self, content: bytes, *, more: bool) -> None:
+        """Sends a part of the body, or the last. Raises ClientGone if the client reads nothing for too long."""
         if content or not more:
             await self._in_time({"type": "http.response.body", "body": content, "more_body": more})
 

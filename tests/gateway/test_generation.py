@@ -74,6 +74,15 @@ def test_the_text_of_a_real_vocabulary(smollm2: Tokenizer) -> None:
         text.push(Token(1, None))
 
 
+def test_the_token_that_ends_a_sample_is_no_text(smollm2: Tokenizer) -> None:
+    """Whatever it is: also one that would be text elsewhere."""
+    text = AnswerText(smollm2, (1, 2), [])
+    word, end = smollm2.encode("so be")
+    assert text.push(Token(word, None)).text == "so"
+    assert text.push(Token(end, FinishReason.STOP)).text == ""
+    assert text.num_tokens == 2
+
+
 def test_what_was_held_back_comes_at_the_end(smollm2: Tokenizer) -> None:
     text = AnswerText(smollm2, (1, 2), ["stop here"])
     first, *ids = smollm2.encode("please stop")

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.gateway import unsupported
@@ -98,6 +99,8 @@ def test_a_long_list_of_wrong_ids_is_refused_at_the_first() -> None:
     with pytest.raises(InvalidRequest) as refused:
         completion(prompt=[1, *["x"] * 200_000])
     assert refused.value.param == "prompt.1"
+    assert isinstance(refused.value.__cause__, ValidationError)
+    assert refused.value.__cause__.error_count() == 1
 
 
 def test_errors_stay_short() -> None:

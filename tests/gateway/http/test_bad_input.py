@@ -53,6 +53,7 @@ def unharmed(shared: Gateway, worker: FakeWorker) -> Any:
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "nobody_knows": NaN}',
         b'{"prompt": "a", "temperature": 1e999}',
         b'{"prompt": "a", "top_p": -Infinity}',
         b"[]",
@@ -184,7 +185,7 @@ def test_a_prompt_longer_than_the_context_names_both_numbers(
 def test_a_hopeless_prompt_is_refused_without_being_encoded(shared: Gateway) -> None:
     status, error = refused(shared, COMPLETIONS, {"prompt": "x" * 60_000})
     assert (status, error["code"]) == (400, "context_length_exceeded")
-    assert "at least" in error["message"]
+    assert "has at least" in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -30,6 +30,14 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_the_kernel_drops_clients_that_take_nothing() -> None:
+    with bound("127.0.0.1", 0, 1.5) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+
+
 def test_port_zero_takes_a_free_one() -> None:
     with bound("127.0.0.1", 0, 60.0) as one, bound("127.0.0.1", 0, 60.0) as other:
         assert 0 < one.getsockname()[1] != other.getsockname()[1] > 0
