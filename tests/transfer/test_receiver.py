@@ -209,6 +209,13 @@ def test_uncommitted_leases_hold_at_most_their_share(bench: Bench) -> None:
     assert bench.receiver.num_uncommitted_blocks == 6
 
 
+def test_blocks_that_are_not_free_are_not_granted_whatever_room_is_said_to_be_there(bench: Bench) -> None:
+    bench.blocks.allocate(NUM_BLOCKS - 2)
+    bench.offer()
+    assert bench.grant() == []
+    assert bench.receiver.num_waiting == 1
+
+
 def test_one_prompt_larger_than_the_share_comes_in_when_it_is_alone(bench: Bench) -> None:
     small = bench.lease("small", num_tokens=1)
     bench.offer("large", num_tokens=20)

@@ -315,6 +315,15 @@ def test_a_second_lease_is_given_back_and_the_first_kept(sender: KVSender) -> No
     assert messages(sender.next_pieces(2**20, now=0.0), KVCommit)[0].lease_id == LEASE
 
 
+def test_a_grant_of_a_candidate_that_was_left_is_given_back_and_not_taken_for_the_new_ones(sender: KVSender) -> None:
+    offered(sender)
+    sender.on_peer_lost(D0, now=0.0)
+    assert kinds(sender.on_message(D0, grant(), now=0.0)) == [KVReleased]
+    sender.commit(KEY, (5,), now=0.0)
+    assert not sender.has_pending
+    assert sender.on_message(D1, grant(LeaseId(D1, 1)), now=0.0) == [FirstTokenDue(KEY)]
+
+
 def test_a_grant_that_does_not_fit_the_prompt_is_given_back(sender: KVSender) -> None:
     offered(sender)
     assert kinds(sender.on_message(D0, grant(num_blocks=2), now=0.0)) == [KVReleased, KVOffer]
