@@ -101,6 +101,8 @@ def test_memory_is_counted_over_all_layers() -> None:
     bytes_per_block = 2 * 2 * 3 * 5 * 7 * 4
     assert num_kv_blocks(shape, 20, bytes_per_block * 4) == 4
     assert num_kv_blocks(shape, 20, bytes_per_block * 5 - 1) == 4
+    with pytest.raises(MemoryShortage):
+        num_kv_blocks(shape, 20, bytes_per_block * 4 - 1)
     with pytest.raises(MemoryShortage, match=r"of 2 MiB .* 1000000 tokens, which needs 320 MiB"):
         num_kv_blocks(shape, 1_000_000, 2 << 20)
 
