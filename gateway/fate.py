@@ -5,7 +5,9 @@
                   └──────────────── deadline · client gone · stop ──────────┴──▶ Abort to all, end
 
 In PREFILL the first worker answers for the request and any candidate may be about to hold it; in DECODE only the
-holder does. A local request is in DECODE from the start. Pure: events in, effects out, `now` in monotonic seconds.
+holder does. Whoever answers for it is asked again after a silence, and one that does not know the request any more says
+so, which ends it: a hand-over whose commit was lost does not leave the client waiting. A local request is in DECODE
+from the start. Pure: events in, effects out, `now` in monotonic seconds.
 """
 
 from collections import Counter
@@ -210,9 +212,10 @@ class Fate:
             return self._end(flight, error)
         if now >= flight.decode_by:
             return self._end(flight, WorkerLost("A decode worker died during the hand-over; send the request again."))
-        return [] if flight.holder is None else self._ask_for_tokens(flight, flight.holder, now)
+        speaker = flight.speaker
+        return [] if speaker is None else self._ask_for_tokens(flight, speaker, now)
 
-    def _ask_for_tokens(self, flight: Flight, holder: Incarnation, now: float) -> list[Effect]:
+    def _ask_for_tokens(self, flight: Flight, speaker: Incarnation, now: float) -> list[Effect]:
         asked: list[Effect] = []
         for sample in flight.samples:
             if now < sample.ask_at:
@@ -222,7 +225,7 @@ class Fate:
             sample.num_asked += 1
             sample.ask_at = now + self._resend_s
             self.counters["resends"] += 1
-            asked.append(self._resend(flight.key, holder, sample))
+            asked.append(self._resend(flight.key, speaker, sample))
         return asked
 
     def _finish(self, flight: Flight) -> list[Effect]:

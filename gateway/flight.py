@@ -105,6 +105,11 @@ class Flight:
         return all(sample.finished for sample in self.samples)
 
     @property
+    def speaker(self) -> Incarnation | None:
+        """Who answers for tokens: the holder, or the first worker from its token to the hand-over; None before."""
+        return self.route.first if self.holder is None and self.first_token_seen else self.holder
+
+    @property
     def candidates_left(self) -> bool:
         """True while a worker lives that could still take or has the KV."""
         return any(decoder in self.alive for decoder in self._decoders)

@@ -109,6 +109,20 @@ def test_tokens_of_both_pools_reach_the_client_and_the_last_is_acknowledged(benc
     assert bench.nothing_left()
 
 
+def test_a_hand_over_that_nobody_speaks_of_any_more_is_asked_after(bench: Bench) -> None:
+    """Its commit may be lost with a connection; then no worker ever says that the request failed."""
+    bench.submit(route(P, D1))
+    assert resends(bench.fate.tick(500.0)) == []  # a prompt may wait for long before its first token
+    bench.tokens(P, token(0), now=500.0)
+    assert resends(bench.fate.tick(500.0 + RESEND_S)) == [(P, 0)]
+    bench.tokens(P, token(0), now=506.0)  # it is still at it
+    assert resends(bench.fate.tick(506.0 + RESEND_S)) == [(P, 0)]
+    effects = bench.failed(P, "unknown_request")
+    assert len(ends(effects)) == 1
+    assert aborted(effects) == {D1}
+    assert bench.nothing_left()
+
+
 def test_the_first_token_is_end_of_sequence(bench: Bench) -> None:
     """Elsewhere nothing was sent then, and the other side waited 480 s."""
     bench.submit(route(P, D1))
