@@ -137,5 +137,5 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     log.error("A fault of ours at %s %s.", request.method, request.url.path, exc_info=error)
-    fault = InternalError("The gateway met a fault of its own; its log says more.")
+    fault = InternalError("The gateway met a fault of its own.")
     return _json(error_body(fault), fault.status, {_REQUEST_ID: _request_id(request.scope)})

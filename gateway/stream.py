@@ -40,13 +40,14 @@ class Answer(Response):
             RequestError: nothing was sent yet.
         """
         sender = Sender(send, self._service.settings.client_timeout_s)
+        outcome = InternalError.code
         try:
             outcome = await self._answer(scope, receive, sender)
         except RequestError as error:
-            self._service.metrics.requests.labels(error.code).inc()
+            outcome = error.code
             if not sender.started:
                 raise
-        else:
+        finally:
             self._service.metrics.requests.labels(outcome).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, sender: "Sender") -> str:
@@ -104,11 +105,12 @@ class Answer(Response):
                 if first:
                     await sender.start(_EVENTS)
                 await sender.body(b"".join(_events(shape, pieces, first=first)), more=True)
-        except RequestError as error:
-            if not sender.started or isinstance(error, ClientGone):
-                raise
-            await sender.body(event(error_body(error)), more=False)
-            return error.code
+        except ClientGone:
+            raise
+        except Exception as error:
+            if sender.started:
+                await sender.body(event(error_body(_told(error))), more=False)
+            raise
         usage = event(shape.last(text.num_tokens)) if body.include_usage else b""
         await sender.body(usage + DONE, more=False)
         return str(text.finish_reason)
@@ -164,6 +166,11 @@ class Sender:
                 await self._send(message)
         except TimeoutError as error:
             raise ClientGone(f"The client read nothing for {self._timeout_s:g} s.") from error
+
+
+def _told(error: Exception) -> RequestError:
+    """What a client is told of an error. Of a fault of ours, only that it is one."""
+    return error if isinstance(error, RequestError) else InternalError("The gateway met a fault of its own.")
 
 
 def _events(shape: AnswerShape, pieces: list[Piece], *, first: bool) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.gateway.generation import AnswerText, Piece, Token
 from kvrelay.messages import GatewayHello, StepOutput
 from kvrelay.types import FinishReason, RequestKey, Role
 from tests.gateway.http.running import Gateway, running
@@ -113,6 +114,34 @@ def test_an_error_after_the_first_byte_is_an_event(gateway: Gateway) -> None:
     assert client.events() == [
         {"error": {"message": "It broke.", "type": "server_error", "param": None, "code": "internal_error"}}
     ]
+
+
+def test_a_fault_of_the_gateway_itself_is_told_and_logged(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = gateway.worker(1, Role.BOTH)
+    monkeypatch.setattr(AnswerText, "push", _break_at_b)
+    client = gateway.client().post(COMPLETIONS, {"prompt": "x", "stream": True})
+    request = worker.expect_prompt()
+    worker.send_tokens(request, [65])
+    client.event()
+    worker.send_tokens(request, [66], start=1)
+    (last,) = client.events()
+    assert last["error"]["code"] == "internal_error"
+    assert "secret" not in last["error"]["message"]
+    worker.expect_abort(request.key)
+    whole = gateway.client().post(COMPLETIONS, {"prompt": "x"})
+    worker.send_tokens(worker.expect_prompt(), [66])
+    assert whole.response.status == 500
+    assert whole.json()["error"]["code"] == "internal_error"
+    assert "secret detail" in caplog.text
+    assert gateway.metric('kvrelay_requests_total{outcome="internal_error"}') == 2
+
+
+def _break_at_b(_text: AnswerText, some: Token) -> Piece:
+    if some.token_id == 66:
+        raise RuntimeError("a secret detail")
+    return Piece("A", some.token_id, None)
 
 
 def test_the_deadline_of_a_request(tmp_path: Path) -> None:
