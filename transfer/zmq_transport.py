@@ -12,8 +12,7 @@ import zmq
 from kvrelay.channel import bind, parse_routing_id, routing_id
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.messages import Peer
-from kvrelay.transfer.protocol.piece import HEADER_BYTES
-from kvrelay.transfer.transport import check_piece
+from kvrelay.transfer.protocol.piece import HEADER_BYTES, check_piece
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)

@@ -134,13 +134,13 @@ def run(machine: type[HandOverMachine], num_histories: int, *, derandomize: bool
 
 @MACHINES
 def test_any_history_keeps_every_promise(machine: type[HandOverMachine]) -> None:
-    run(machine, 150, derandomize=True)
+    run(machine, 100, derandomize=True)
 
 
 @pytest.mark.soak
 @MACHINES
 def test_thousands_of_histories_keep_every_promise(machine: type[HandOverMachine]) -> None:
-    run(machine, 5_000, derandomize=False)
+    run(machine, 2_000, derandomize=False)
 
 
 @pytest.mark.parametrize("one_sided", [False, True])

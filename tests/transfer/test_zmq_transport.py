@@ -8,10 +8,10 @@ import pytest
 import zmq
 
 from kvrelay.channel import routing_id
+from kvrelay.control import Transport
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.messages import LeaseId, Peer
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, PieceHeader, is_intact, pack, seal, unpack
-from kvrelay.transfer.transport import Transport
 from kvrelay.transfer.zmq_transport import ZmqTransport
 
 SENDER, RECEIVER = 1, 2

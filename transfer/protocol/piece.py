@@ -141,3 +141,14 @@ def _check_size(header: PieceHeader) -> None:
             f"A piece of {header.num_blocks} blocks, {header.num_heads} heads and {header.block_size} tokens of "
             f"{header.dtype} cannot have a payload of {header.payload_bytes} bytes."
         )
+
+
+def check_piece(header: Payload, payload: Payload) -> None:
+    """Makes sure that a header is one and that its payload is complete.
+
+    Raises:
+        WireError: malformed, truncated or too long.
+    """
+    expected, found = unpack(header).payload_bytes, memoryview(payload).nbytes
+    if expected != found:
+        raise WireError(f"A piece announces {expected} bytes of payload and brings {found}.")
