@@ -241,4 +241,4 @@ def run(settings: WorkerSettings) -> int:
         max_lease_s=settings.lease_s,
     )
     worker = DecodeWorker(context, runner, blocks, scheduler, receiver)
-    return process.serve(served, data, data.endpoint, worker.loop)
+    return process.serve(served, data, worker.loop)

@@ -215,4 +215,4 @@ def run(settings: WorkerSettings) -> int:
         incarnation=incarnation, layout=served.layout, fingerprint=served.fingerprint, lease_s=settings.lease_s
     )
     worker = PrefillWorker(context, runner, scheduler, sender, blocks, settings.lease_s)
-    return process.serve(served, data, data.endpoint, worker.loop)
+    return process.serve(served, data, worker.loop)

@@ -15,6 +15,8 @@ from kvrelay.mailbox import Event, FromGateway, FromPeer, GatewayLost, Mailbox, 
 from kvrelay.messages import (
     Drain,
     GatewayHello,
+    KVCommit,
+    LeaseId,
     Ledger,
     Peer,
     WorkerHello,
@@ -25,6 +27,9 @@ from kvrelay.types import Incarnation, KVLayout, Role
 
 WORKER, GATEWAY, PEER = 1, 2, 3
 LEDGER = Ledger(total=1, free=1, cached=0, leased=0, revoked=0)
+COMMIT = KVCommit(
+    source=WORKER, target=PEER, request_id="r", attempt=0, lease_id=LeaseId(PEER, 1), first_token_ids=(1,)
+)
 WAIT_S = 20.0
 
 
@@ -32,6 +37,7 @@ WAIT_S = 20.0
 class Pipe:
     """A data plane whose receiver reads nothing until it is told to."""
 
+    endpoint: str = "tcp://h:2"
     counters: Counter[str] = field(default_factory=lambda: Counter({"piece_dropped": 3}))
     reads: bool = False
     sent: list[bytes] = field(default_factory=list)
@@ -197,8 +203,8 @@ def test_answers_reach_the_gateway(world: World) -> None:
 def test_peers_talk_both_ways_and_their_loss_is_an_event(world: World) -> None:
     other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
     peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoint="tcp://h:2")
-    world.mailbox.post([ToPeer(peer, Drain(source=WORKER))])
-    assert wait_for(other.receive) == [(WORKER, Drain(source=WORKER))]
+    world.mailbox.post([ToPeer(peer, COMMIT)])
+    assert wait_for(other.receive) == [(WORKER, COMMIT)]
     other.send(WORKER, Drain(source=PEER))
     assert world.event(FromPeer) == FromPeer(PEER, Drain(source=PEER))
     other.close()
@@ -217,9 +223,8 @@ def test_a_peer_that_connected_to_us_is_answered_and_its_loss_is_an_event(world:
 
 
 def test_an_address_that_is_none_loses_the_peer_and_harms_nobody(world: World) -> None:
-    world.mailbox.post(
-        [ToPeer(Peer(name="p", incarnation=PEER, control_endpoint="?", data_endpoint="?"), Drain(source=1))]
-    )
+    nowhere = Peer(name="p", incarnation=PEER, control_endpoint="?", data_endpoint="?")
+    world.mailbox.post([ToPeer(nowhere, COMMIT)])
     assert world.event(PeerLost) == PeerLost(PEER)
 
 
@@ -227,8 +232,20 @@ def test_payload_waits_for_a_slow_receiver_and_is_dropped_with_its_lease(world: 
     peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoint="tcp://h:2")
     never = time.monotonic() + 1000
     room = world.mailbox.payload_room
+    world.mailbox.post([ToPeer(peer, COMMIT)])
     world.mailbox.post([SendPayload(peer, b"", b"old", time.monotonic() - 1), SendPayload(peer, b"", b"new", never)])
     wait_for(lambda: [1] * (world.mailbox.payload_room == room - 3))
     world.pipe.reads = True
     wait_for(lambda: [1] * (world.mailbox.payload_room == room))
     assert world.pipe.sent == [b"new"]
+
+
+def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_dropped(world: World) -> None:
+    other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
+    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoint="tcp://h:2")
+    room = world.mailbox.payload_room
+    world.mailbox.post([ToPeer(peer, Drain(source=WORKER)), SendPayload(peer, b"", b"old", time.monotonic() + 1000)])
+    wait_for(lambda: [1] * (world.mailbox.payload_room == room))
+    world.mailbox.post([ToPeer(peer, COMMIT)])
+    assert wait_for(other.receive) == [(WORKER, COMMIT)]  # and nothing before it
+    other.close()

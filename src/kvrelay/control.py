@@ -3,7 +3,7 @@
 gateways ◀──▶ GatewayLink ─┐
 peers ──────▶ Listener ────┤                    ┌─▶ take() ─▶ compute thread
 peers ◀─────▶ Connection ──┼─ ControlThread ─ Mailbox
-payload ◀───▶ DataPlane ───┘                    └─◀ post() ◀─ compute thread
+payload ◀───▶ Transport ───┘                    └─◀ post() ◀─ compute thread
 """
 
 import logging
@@ -28,46 +28,63 @@ from kvrelay.mailbox import (
     ToGateway,
     ToPeer,
 )
-from kvrelay.messages import AnyMessage, GatewayHello, Message, Peer, WorkerHello
+from kvrelay.messages import AnyMessage, GatewayHello, KVCommit, KVOffer, Message, Peer, WorkerHello
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
 
 MAX_READ_BYTES = 32 * 2**20
+MAX_UNUSED_S = 600.0  # much longer than any lease, so nothing hangs on a connection that is closed for being unused
 RETRY_S = 0.002
 
+Question = KVOffer | KVCommit
 
-class DataPlane(Protocol):
-    """Moves payload between workers; never blocks. See transfer/transport.py for what each method promises."""
 
+class Transport(Protocol):
+    """Moves packed pieces between workers. It belongs to the control thread, never blocks, and never dies of a peer.
+
+    `endpoint` is where peers reach this end; `counters` say what was dropped, and how often.
+    """
+
+    endpoint: str
     counters: Counter[str]
 
     def sockets(self) -> Iterable["zmq.Socket[bytes]"]:
-        """Sockets to poll for incoming payload."""
+        """What to poll for incoming payload. The set may change with each call of another method."""
         ...
 
     def blocked(self) -> Iterable["zmq.Socket[bytes]"]:
-        """Sockets to poll for room: those whose last `send` would have blocked."""
+        """What to poll for room to send: the connections whose last `send` returned False."""
         ...
 
     def connect(self, peer: Peer) -> None:
-        """Opens a connection early."""
+        """Opens the connection early, so that the first piece need not wait for it. A second call does nothing.
+
+        Raises:
+            WireError: the peer's data endpoint is malformed.
+        """
         ...
 
     def forget(self, incarnation: Incarnation) -> None:
-        """Closes the connection to a peer that is gone."""
+        """Closes the connection to a process that is gone; what was not sent is dropped. Unknown ones are fine."""
         ...
 
     def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
-        """False when it would block."""
+        """Takes one piece, connecting if need be. False: it would block, nothing was taken, try again later.
+
+        When it returns, neither buffer is read any more.
+        """
         ...
 
     def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
-        """Pieces that are there now."""
+        """Pieces that are there now, as (sender, packed header, payload), until they exceed `max_bytes` of payload.
+
+        Headers are well-formed and fit their payload's size; digests and leases are the receiver's to check.
+        """
         ...
 
     def close(self) -> None:
-        """Closes every socket."""
+        """Closes everything; what was not sent is dropped."""
         ...
 
 
@@ -127,7 +144,7 @@ class ControlThread:
         context: "zmq.Context[zmq.Socket[bytes]]",
         mailbox: Mailbox,
         listener: Listener,
-        data: DataPlane,
+        data: Transport,
         gateways: tuple[str, ...],
         hello: WorkerHello,
         heartbeat_s: float,
@@ -147,6 +164,7 @@ class ControlThread:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._peers: dict[Incarnation, Connection] = {}
+        self._used_at: dict[Incarnation, float] = {}
         self._unsent: dict[Incarnation, deque[SendPayload]] = {}
         self._stopping = False
         self.failed = False
@@ -221,6 +239,7 @@ class ControlThread:
 
     def _forget(self, incarnation: Incarnation) -> None:
         self._peers.pop(incarnation).close()
+        del self._used_at[incarnation]
         self._data.forget(incarnation)
         for order in self._unsent.pop(incarnation, ()):
             self._mailbox.payload_done(len(order.payload))
@@ -235,7 +254,7 @@ class ControlThread:
                 case ToPeer(Peer() as peer, message):
                     self._tell_peer(peer, message)
                 case SendPayload():
-                    self._unsent.setdefault(order.peer.incarnation, deque()).append(order)
+                    self._queue_payload(order)
 
     def _tell_gateway(self, gateway: Incarnation, message: Message) -> None:
         """A gateway that does not read loses its requests, and never stalls a step."""
@@ -246,15 +265,28 @@ class ControlThread:
                 self._mailbox.deliver(GatewayLost(gateway))
 
     def _tell_peer(self, peer: Peer, message: Message) -> None:
+        """Only what asks for an answer opens a connection; anything else is of no use to a process that is gone."""
+        if peer.incarnation not in self._peers and not (isinstance(message, Question) and self._meet(peer)):
+            return
+        self._used_at[peer.incarnation] = self._clock()
+        self._peers[peer.incarnation].send(message)
+
+    def _meet(self, peer: Peer) -> bool:
         try:
-            if peer.incarnation not in self._peers:
-                self._peers[peer.incarnation] = self._connect(peer.control_endpoint, early=True)
-                self._data.connect(peer)
+            self._data.connect(peer)
+            self._peers[peer.incarnation] = self._connect(peer.control_endpoint, early=True)
         except WireError as error:
             log.warning("%s", error)
+            self._data.forget(peer.incarnation)
             self._mailbox.deliver(PeerLost(peer.incarnation))
-            return
-        self._peers[peer.incarnation].send(message)
+            return False
+        return True
+
+    def _queue_payload(self, order: SendPayload) -> None:
+        if order.peer.incarnation in self._peers:
+            self._unsent.setdefault(order.peer.incarnation, deque()).append(order)
+        else:
+            self._mailbox.payload_done(len(order.payload))
 
     def _send_payload(self) -> None:
         now = self._clock()
@@ -269,6 +301,8 @@ class ControlThread:
         if now < self._next_beat:
             return
         self._next_beat = now + self._heartbeat_s
+        for incarnation in [peer for peer, used_at in self._used_at.items() if now - used_at > MAX_UNUSED_S]:
+            self._forget(incarnation)
         if (status := self._mailbox.status) is not None:
             counters = Counter(status.counters) + self._listener.counters + self._data.counters
             for link in self._links:

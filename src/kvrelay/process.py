@@ -14,7 +14,7 @@ import zmq
 
 from kvrelay.channel import Listener
 from kvrelay.config import WorkerSettings
-from kvrelay.control import ControlThread, DataPlane
+from kvrelay.control import ControlThread, Transport
 from kvrelay.errors import AddressInUse
 from kvrelay.mailbox import Mailbox
 from kvrelay.messages import WorkerHello
@@ -72,7 +72,7 @@ class WorkerProcess:
         self.mailbox = Mailbox()
         self.listener = Listener(self.context, settings.bind, settings.ports, incarnation=incarnation)
 
-    def serve(self, served: ServedModel, data: DataPlane, data_endpoint: str, loop: Callable[[], None]) -> int:
+    def serve(self, served: ServedModel, data: Transport, loop: Callable[[], None]) -> int:
         """Registers and runs `loop` until a signal. Returns the exit code: 0, or 1 when the control thread failed.
 
         Raises:
@@ -84,7 +84,7 @@ class WorkerProcess:
             listener=self.listener,
             data=data,
             gateways=self.settings.gateways,
-            hello=self._hello(served, data_endpoint),
+            hello=self._hello(served, data.endpoint),
             heartbeat_s=self.settings.heartbeat_s,
             death_s=self.settings.death_s,
             clock=time.monotonic,
