@@ -4,6 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+# Before torch is loaded: threads that spin while they wait slow other processes on the same cores many times over.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 
@@ -83,11 +86,6 @@ def random_ids(num: int, vocab_size: int, seed: int) -> list[int]:
     """Token ids that are the same in every run."""
     ids: list[int] = torch.randint(0, vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
     return ids
-
-
-@pytest.fixture(scope="session")
-def cache_dir() -> Path:
-    return Path(os.environ.get("KVRELAY_CACHE_DIR", "~/.cache/kvrelay")).expanduser()
 
 
 @pytest.fixture(scope="session")
