@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrelay.errors import InternalError, NoWorkers, RequestError, UnknownModel
 from kvrelay.gateway.answers import error_body, to_json
 from kvrelay.gateway.openai_api import ChatBody, CompletionBody
+from kvrelay.gateway.parsing import BodyParser
 from kvrelay.gateway.prompts import PromptEncoder
 from kvrelay.gateway.service import RETRY_AFTER_S, Service
 from kvrelay.gateway.stream import Answer
@@ -41,13 +42,15 @@ def build_app(service: Service, encoder: PromptEncoder, *, created: int) -> Fast
 
 
 def _add_answers(app: FastAPI, service: Service, encoder: PromptEncoder) -> None:
+    parser = BodyParser()
+
     @app.post("/v1/chat/completions")
     async def chat_completions() -> Response:
-        return Answer(service, encoder, ChatBody)
+        return Answer(service, parser, encoder, ChatBody)
 
     @app.post("/v1/completions")
     async def completions() -> Response:
-        return Answer(service, encoder, CompletionBody)
+        return Answer(service, parser, encoder, CompletionBody)
 
 
 def _add_models(app: FastAPI, service: Service, created: int) -> None:

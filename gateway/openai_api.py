@@ -23,6 +23,7 @@ from kvrelay.gateway import unsupported
 from kvrelay.types import SamplingParams, TokenId
 
 MAX_STOP = 16
+MAX_MESSAGES = 10_000  # and parts of one: each costs time before its text is looked at
 _MAX_STOP_CHARACTERS = 1024
 _MAX_INT = 2**31 - 1
 _SHOULD = re.compile(r"(?:Input|List|String) should (.*?)(?: or instance of \w+)?(?: after validation, not \d+)?")
@@ -78,7 +79,8 @@ class TextPart(_Strict):
 
 
 Content = Annotated[
-    Annotated[str, Tag("as text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("as list")],
+    Annotated[str, Tag("as text")]
+    | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("as list")],
     Discriminator(_kind, custom_error_type="content", custom_error_message="expected a string or a list of text parts"),
 ]
 
@@ -156,7 +158,7 @@ class ChatBody(RequestBody):
     prompt_field = "messages"
     default_max_tokens = None
 
-    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 
 
 class CompletionBody(RequestBody):
@@ -219,7 +221,7 @@ def _look_into(given: dict[str, Any]) -> int:
     if isinstance(options := given.get("stream_options"), dict):
         unsupported.refuse(options, unsupported.STREAM_OPTIONS, "stream_options.")
         num_unknown += unsupported.count_unknown(options, StreamOptions.model_fields, unsupported.STREAM_OPTIONS)
-    if isinstance(messages := given.get("messages"), list):
+    if isinstance(messages := given.get("messages"), list) and len(messages) <= MAX_MESSAGES:
         given["messages"] = [_without_nulls(each) if isinstance(each, dict) else each for each in messages]
         for index, message in enumerate(given["messages"]):
             num_unknown += _look_into_message(message, f"messages.{index}.")

@@ -11,7 +11,8 @@ from kvrelay.errors import ClientGone, InternalError, RequestError, UnknownModel
 from kvrelay.gateway.answers import DONE, AnswerShape, error_body, event, to_json
 from kvrelay.gateway.body import read_body
 from kvrelay.gateway.generation import AnswerText, Generation, Piece
-from kvrelay.gateway.openai_api import ChatBody, CompletionBody, RequestBody, parse
+from kvrelay.gateway.openai_api import ChatBody, CompletionBody, RequestBody
+from kvrelay.gateway.parsing import BodyParser
 from kvrelay.gateway.prompts import PromptEncoder
 from kvrelay.gateway.service import Service
 
@@ -26,10 +27,17 @@ _EVENTS = [
 class Answer(Response):
     """The response to a request for tokens. Headers go out with the first token, so every refusal is a status."""
 
-    def __init__(self, service: Service, encoder: PromptEncoder, kind: type[ChatBody] | type[CompletionBody]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        parser: BodyParser,
+        encoder: PromptEncoder,
+        kind: type[ChatBody] | type[CompletionBody],
+    ) -> None:
         """`kind` says what the body should hold."""
         super().__init__()
         self._service = service
+        self._parser = parser
         self._encoder = encoder
         self._kind = kind
 
@@ -64,7 +72,7 @@ class Answer(Response):
     async def _read(self, scope: Scope, receive: Receive) -> RequestBody:
         settings = self._service.settings
         raw = await read_body(scope, receive, max_bytes=settings.max_body_bytes, timeout_s=settings.client_timeout_s)
-        parsed = parse(self._kind, raw)
+        parsed = await self._parser.parse(self._kind, raw)
         self._service.metrics.ignored_fields.inc(parsed.num_ignored)
         if parsed.body.model not in (None, self._service.model):
             raise UnknownModel(

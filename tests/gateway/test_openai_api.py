@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.gateway import unsupported
-from kvrelay.gateway.openai_api import ChatBody, CompletionBody, Parsed, parse
+from kvrelay.gateway.openai_api import MAX_MESSAGES, ChatBody, CompletionBody, Parsed, parse
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -53,6 +53,15 @@ def test_what_sdks_send_back_is_taken() -> None:
     answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None}
     assert chat(messages=[*HI, answer]).num_ignored == 0
     assert chat(messages=[*HI, {**answer, "annotations": []}], stream=True, stream_options={"x": 1}).num_ignored == 2
+
+
+def test_no_more_messages_or_parts_of_one_than_can_be_looked_at() -> None:
+    part = {"type": "text", "text": ""}
+    for messages in (HI * MAX_MESSAGES, [{**HI[0], "content": [part] * MAX_MESSAGES}]):
+        chat(messages=messages)
+    for messages in (HI * (MAX_MESSAGES + 1), [{**HI[0], "content": [part] * (MAX_MESSAGES + 1)}]):
+        with pytest.raises(InvalidRequest, match=f"must have at most {MAX_MESSAGES} items, not a list of 10001"):
+            chat(messages=messages)
 
 
 @pytest.mark.parametrize(("given", "stop"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
