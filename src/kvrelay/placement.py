@@ -12,4 +12,6 @@ def place(core: int | None, threads: int | None) -> int:
         os.sched_setaffinity(0, {usable[core % len(usable)]})
     count = threads or len(os.sched_getaffinity(0))
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(count)))
+    # Threads that spin while they wait take the cores from the other processes of the cluster.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return count
