@@ -397,6 +397,12 @@ def test_an_abort_of_an_earlier_attempt_leaves_the_newer_one_alone(bench: Bench)
     assert bench.receiver.num_leases == 1
 
 
+def test_an_abort_ahead_of_its_offer_does_not_answer_it_with_the_lease_of_the_attempt_before(bench: Bench) -> None:
+    lease = bench.lease(attempt=1)
+    assert rejects(bench.receiver.abort(RequestKey("r", 2), now=0.0)) == [(RejectReason.ABORTED, lease.lease_id)]
+    assert rejects(bench.offer(attempt=2)) == [(RejectReason.ABORTED, None)]
+
+
 def test_an_abort_of_an_adopted_sequence_drops_it_even_when_it_was_forgotten(bench: Bench) -> None:
     lease = bench.lease()
     bench.land_all(lease)

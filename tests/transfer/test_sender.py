@@ -292,6 +292,14 @@ def test_a_reject_about_another_lease_is_confirmed_and_changes_nothing(sender: K
     assert sender.commit(KEY, (5,), now=1.0) == [FirstTokenDue(KEY)]
 
 
+def test_a_lease_that_is_still_written_to_is_not_confirmed_whichever_attempt_a_reject_names(sender: KVSender) -> None:
+    granted(sender)
+    other = reject(RejectReason.ABORTED).model_copy(update={"attempt": 2})
+    assert sender.on_message(D0, other, now=0.0) == []
+    sender.advance(KEY, 0, 4)
+    assert pieces(sender.next_pieces(2**20, now=0.0))
+
+
 def test_the_first_token_is_due_once_however_often_the_attempt_moves(sender: KVSender) -> None:
     granted(sender)
     assert sender.commit(KEY, (5,), now=0.0) == [FirstTokenDue(KEY)]

@@ -317,9 +317,9 @@ class KVReceiver:
             self._offers.remove(waiting)
             actions = self._tell_aborted(waiting.offer, None, told_by)
         elif lease := self._leases.of_request(key.request_id):
-            lease_id = lease.lease_id
+            lease_id = lease.lease_id if lease.key == key else None  # an older attempt's lease is no answer to this one
             self._end(lease, RejectReason.ABORTED, now)
-            actions = self._tell_aborted(lease.offer, lease_id, told_by)
+            actions = self._tell_aborted(lease.offer, lease.lease_id, told_by)
         else:
             ended = self._ended.get(key.request_id)
             if ended is None or ended.reason is None:

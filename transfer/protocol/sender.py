@@ -201,18 +201,25 @@ class KVSender:
         return [HandedOver(handover.key)]
 
     def _on_reject(self, peer: int, handover: Handover | None, reject: KVReject, now: float) -> list[Action]:
-        """Ends what the reject is about, and confirms in any case that nothing more is written under its lease."""
+        """Ends what the reject is about, and confirms that nothing more is written under its lease, if that is so."""
+        if handover is not None and self._is_about(handover, peer, reject):
+            actions = self._end_rejected(handover, reject, now)
+        else:
+            actions = self._ignore("late_reject")
         lease_id = reject.lease_id
-        confirm: list[Action] = []
-        if lease_id is not None and lease_id.incarnation == peer:
-            confirm = self._release(peer, lease_id)
-        if handover is None or not self._is_about(handover, peer, reject):
-            return self._ignore("late_reject") + confirm
+        if lease_id is None or lease_id.incarnation != peer or self._is_held(lease_id):
+            return actions
+        return self._release(peer, lease_id) + actions
+
+    def _end_rejected(self, handover: Handover, reject: KVReject, now: float) -> list[Action]:
         if handover.phase is Phase.COMMITTED or reject.reason in (RejectReason.ABORTED, RejectReason.CORRUPT):
-            del self._handovers[handover.key]
-            return [*confirm, self._drop(handover)]
+            return [self._drop(handover)]
         handover.refusals.append((None, f"{handover.peer.name} let the hand-over go: {reject.reason}."))
-        return confirm + self._ask_next(handover, now)
+        return self._ask_next(handover, now)
+
+    def _is_held(self, lease_id: LeaseId) -> bool:
+        """True while any attempt may write under the lease, also one that the message at hand does not name."""
+        return any(item.grant is not None and item.grant.lease_id == lease_id for item in self._handovers.values())
 
     def _is_about(self, handover: Handover, peer: int, reject: KVReject) -> bool:
         if reject.reason is RejectReason.STALE:
