@@ -7,15 +7,25 @@ from starlette.types import Message, Receive, Scope
 from kvrelay.errors import BodyTooLarge, ClientGone
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+async def read_body(
+    scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float, whole_timeout_s: float
+) -> bytes:
     """The whole body. One that says that it is too large is not read, one that proves to be is read no further.
 
     Raises:
         BodyTooLarge: more than `max_bytes` bytes.
-        ClientGone: the client left, or sent nothing for `timeout_s` seconds.
+        ClientGone: the client left, sent nothing for `timeout_s` seconds, or took longer than `whole_timeout_s`.
     """
     if _announced_bytes(scope) > max_bytes:
         raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(whole_timeout_s):
+            return await _read(receive, max_bytes, timeout_s)
+    except TimeoutError as error:
+        raise ClientGone(f"The client had not sent its request after {whole_timeout_s:g} s.") from error
+
+
+async def _read(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
     body = bytearray()
     while True:
         message = await _next(receive, timeout_s)

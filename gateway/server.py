@@ -1,6 +1,7 @@
 """The gateway process: HTTP on one side, workers on the other, one event loop between them."""
 
 import asyncio
+import functools
 import logging
 import math
 import signal
@@ -20,6 +21,7 @@ from kvrelay.errors import AddressInUse
 from kvrelay.gateway.app import build_app
 from kvrelay.gateway.chat_template import ChatTemplate
 from kvrelay.gateway.control import ControlLoop
+from kvrelay.gateway.http_protocol import LimitedHttp
 from kvrelay.gateway.prompts import PromptEncoder
 from kvrelay.gateway.service import Service
 from kvrelay.gateway.tokenizer import Tokenizer
@@ -82,7 +84,7 @@ async def serve(
             log.info("Serving %s at %s/v1; workers register at %s.", checkpoint.name, url, listener.endpoint)
             on_serving(url, listener.endpoint)
 
-        await _run(_Server(_uvicorn_config(app), started), http_socket, control, service, stopping)
+        await _run(_Server(_uvicorn_config(app, settings), started), http_socket, control, service, stopping)
 
 
 async def _run(
@@ -123,10 +125,10 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-def _uvicorn_config(app: object) -> uvicorn.Config:
+def _uvicorn_config(app: object, settings: GatewaySettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
-        http="httptools",
+        http=functools.partial(LimitedHttp, head_timeout_s=settings.client_timeout_s),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         access_log=False,

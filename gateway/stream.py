@@ -71,7 +71,13 @@ class Answer(Response):
 
     async def _read(self, scope: Scope, receive: Receive) -> RequestBody:
         settings = self._service.settings
-        raw = await read_body(scope, receive, max_bytes=settings.max_body_bytes, timeout_s=settings.client_timeout_s)
+        raw = await read_body(
+            scope,
+            receive,
+            max_bytes=settings.max_body_bytes,
+            timeout_s=settings.client_timeout_s,
+            whole_timeout_s=settings.request_timeout_s,
+        )
         parsed = await self._parser.parse(self._kind, raw)
         self._service.metrics.ignored_fields.inc(parsed.num_ignored)
         if parsed.body.model not in (None, self._service.model):

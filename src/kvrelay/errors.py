@@ -8,7 +8,8 @@ KVRelayError
 ├── RequestError                   a request that ends in an error
 │   ├── InvalidRequest       400   the user's input; `param` names the field
 │   │   ├── UnknownModel     404
-│   │   └── BodyTooLarge     413
+│   │   ├── BodyTooLarge     413
+│   │   └── HeadTooLarge     431
 │   ├── Overloaded           429   with Retry-After
 │   ├── NoWorkers            503   no pair of workers can serve
 │   ├── WorkerLost           503   a worker died with the request
@@ -84,6 +85,12 @@ class BodyTooLarge(InvalidRequest):
     """The body is larger than `--max-body-bytes`."""
 
     code, status = "body_too_large", 413
+
+
+class HeadTooLarge(InvalidRequest):
+    """The request's line and headers are larger than any client's should be."""
+
+    code, status = "head_too_large", 431
 
 
 class Overloaded(RequestError):
