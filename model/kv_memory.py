@@ -8,7 +8,7 @@ from kvrelay.errors import MemoryShortage
 from kvrelay.types import KVLayout
 
 _USABLE_FRACTION = 0.5  # of what is available at start; weights, activations and other processes need the rest
-_ENOUGH_SEQUENCES = 64  # of full context: more than that would lie idle
+_ENOUGH_SEQUENCES = 16  # of full context: more than that would lie idle, and in time every block is used once
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -29,7 +29,7 @@ def num_kv_blocks(layout: KVLayout, max_model_len: int, kv_memory_bytes: int) ->
 
 
 def default_kv_memory(layout: KVLayout, max_model_len: int, workers_on_machine: int, device: torch.device) -> int:
-    """Bytes: an equal share of half of the free memory, but no more than 64 sequences of full context use.
+    """Bytes: an equal share of half of the free memory, but no more than 16 sequences of full context use.
 
     Raises ValueError if `workers_on_machine` is less than one.
     """

@@ -111,7 +111,7 @@ def test_workers_share_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(kv_memory, "available_memory", lambda device: 1 << 20)
     assert default_kv_memory(layout(), 10_000, 1, CPU) == 1 << 19
     assert default_kv_memory(layout(), 10_000, 4, CPU) == 1 << 17
-    assert default_kv_memory(layout(), 10, 1, CPU) == 64 * 2 * 2 * 420
+    assert default_kv_memory(layout(), 10, 1, CPU) == 16 * 2 * 2 * 420
     with pytest.raises(ValueError, match="0 workers"):
         default_kv_memory(layout(), 10, 0, CPU)
     assert kv_memory.available_memory(CPU) == 1 << 20
