@@ -1,12 +1,16 @@
 """Every wire message: the same after a round trip, refused when anything about it is off."""
 
 import contextlib
+import functools
 import json
+import operator
 import typing
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from kvrelay.errors import WireError
 from kvrelay.messages import (
@@ -122,6 +126,39 @@ def test_a_truncated_message_is_refused(message: Message) -> None:
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(WireError, match="nonsense"):
         decode(b'{"kind": "nonsense", "source": 1}')
+
+
+def lists_in(value: object, *path: str) -> Iterator[tuple[str, ...]]:
+    """Where a message has lists."""
+    for name, item in value.items() if isinstance(value, dict) else ():
+        yield from lists_in(item, *path, name)
+    if isinstance(value, list):
+        yield path
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_a_list_is_refused_at_its_first_wrong_item(message: Message) -> None:
+    """A frame of 16 MB holds millions of them; noting each took minutes and gigabytes."""
+    for *parents, name in lists_in(json.loads(encode(message))):
+        fields = json.loads(encode(message))
+        functools.reduce(operator.getitem, parents, fields)[name] = [{}] * 1000
+        with pytest.raises(WireError, match=name) as refused:
+            decode(json.dumps(fields).encode())
+        assert isinstance(refused.value.__cause__, ValidationError)
+        assert refused.value.__cause__.error_count() <= len(TokenOutput.model_fields)
+
+
+def test_of_very_many_wrong_fields_only_the_number_is_told() -> None:
+    fields = {"kind": "drain", "source": 1, **{f"f{number}": 0 for number in range(1000)}}
+    with pytest.raises(WireError, match="1000 fields are wrong or unknown"):
+        decode(json.dumps(fields).encode())
+
+
+def test_a_worker_counts_in_no_more_than_some_names() -> None:
+    ledger = Ledger(total=1, free=1, cached=0, leased=0, revoked=0)
+    status = WorkerStatus(source=1, ledger=ledger, load=WorkerLoad()).model_dump(mode="json")
+    with pytest.raises(WireError, match="counters"):
+        decode(json.dumps({**status, "counters": {f"c{number}": 0 for number in range(1000)}}).encode())
 
 
 @given(st.binary(max_size=200))

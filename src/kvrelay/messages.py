@@ -8,7 +8,7 @@ transfer/piece.py.
 from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from kvrelay.errors import WireError
 from kvrelay.types import FinishReason, Incarnation, KVLayout, RequestKey, Role, SamplingParams, TokenId
@@ -16,6 +16,11 @@ from kvrelay.types import FinishReason, Incarnation, KVLayout, RequestKey, Role,
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
+MAX_LISTED_ERRORS = 100
+
+# The first item that is wrong ends a list: noting what is wrong with each of a million takes minutes and gigabytes.
+Counts = Annotated[tuple[Count, ...], FailFast()]
+TokenIds = Annotated[tuple[TokenId, ...], FailFast()]
 
 
 class LeaseId(NamedTuple):
@@ -148,14 +153,14 @@ class WorkerStatus(Message):
     ledger: Ledger
     load: WorkerLoad
     draining: bool = False
-    counters: dict[Name, Count] = {}
+    counters: dict[Name, Count] = Field(default={}, max_length=256)
 
 
 class StepOutput(Message):
     """All new tokens of one step that belong to one gateway."""
 
     kind: Literal["step_output"] = "step_output"
-    outputs: tuple[TokenOutput, ...]
+    outputs: Annotated[tuple[TokenOutput, ...], FailFast()]
 
 
 class DecodeStarted(AboutRequest):
@@ -185,7 +190,7 @@ class GatewayHello(Message):
 class AboutPrompt(AboutRequest):
     """What a worker must know to compute a prompt."""
 
-    prompt_token_ids: tuple[TokenId, ...] = Field(min_length=1)
+    prompt_token_ids: TokenIds = Field(min_length=1)
     params: SamplingParams
     num_samples: int = Field(default=1, ge=1, le=128)
 
@@ -194,7 +199,7 @@ class PrefillRequest(AboutPrompt):
     """Compute the prompt and push its KV to the first of `candidates` that takes it."""
 
     kind: Literal["prefill_request"] = "prefill_request"
-    candidates: tuple[Peer, ...] = Field(min_length=1, max_length=64)
+    candidates: Annotated[tuple[Peer, ...], FailFast()] = Field(min_length=1, max_length=64)
 
 
 class GenerateRequest(AboutPrompt):
@@ -252,7 +257,7 @@ class KVCommit(AboutRequest):
 
     kind: Literal["kv_commit"] = "kv_commit"
     lease_id: LeaseId
-    first_token_ids: tuple[TokenId, ...] = Field(min_length=1, max_length=128)
+    first_token_ids: TokenIds = Field(min_length=1, max_length=128)
 
 
 class KVReleased(Message):
@@ -270,7 +275,7 @@ class KVGrant(AboutRequest):
 
     kind: Literal["kv_grant"] = "kv_grant"
     lease_id: LeaseId
-    block_ids: tuple[Count, ...]
+    block_ids: Counts
     held_blocks: Count = 0
 
 
@@ -341,6 +346,8 @@ def decode(frame: bytes) -> AnyMessage:
     try:
         return _ADAPTER.validate_json(frame)
     except ValidationError as error:
+        if error.error_count() > MAX_LISTED_ERRORS:  # each costs time and memory once it is looked at
+            raise WireError(f"Malformed message: {error.error_count()} fields are wrong or unknown.") from None
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "message"
         raise WireError(f"Malformed message: {where}: {first['msg']}.") from error

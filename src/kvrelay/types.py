@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Incarnation = Annotated[int, Field(ge=0, lt=2**64)]
@@ -40,7 +40,7 @@ class SamplingParams(BaseModel):
     top_k: int = Field(default=0, ge=0, lt=2**31)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0, lt=2**64)
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
+    stop_token_ids: Annotated[tuple[TokenId, ...], FailFast()] = Field(default=(), max_length=256)
     ignore_eos: bool = False
 
 
