@@ -104,8 +104,8 @@ class DecodeWorker(Worker):
         return self._receiver.next_deadline()
 
     def drain(self) -> None:
-        """Offers are refused from here on."""
-        self._receiver.drain()
+        """Offers are refused from here on, and those that wait at once."""
+        self._do(self._receiver.drain())
 
     def abort(self, key: RequestKey) -> None:
         """Stops within one step, before or after the hand-over, and remembers it."""

@@ -10,8 +10,20 @@ from kvrelay.blocks import BlockManager
 from kvrelay.decode.scheduler import DecodeScheduler
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.errors import InternalError
-from kvrelay.mailbox import FromGateway, GatewayLost, Mailbox, Stop, ToGateway
-from kvrelay.messages import Abort, GenerateRequest, Message, OutputAck, RequestFailed, Resend, StepOutput
+from kvrelay.mailbox import FromGateway, FromPeer, GatewayLost, Mailbox, Stop, ToGateway, ToPeer
+from kvrelay.messages import (
+    Abort,
+    Drain,
+    GenerateRequest,
+    KVOffer,
+    KVRefusal,
+    Message,
+    OutputAck,
+    RefusalReason,
+    RequestFailed,
+    Resend,
+    StepOutput,
+)
 from kvrelay.outputs import OutputStore
 from kvrelay.transfer.protocol.receiver import KVReceiver
 from kvrelay.types import Batch, KVLayout, SamplingParams
@@ -149,6 +161,28 @@ def test_more_than_the_queue_holds_is_refused_and_nothing_is_lost(bench: Bench) 
     refused = [message for message in said if isinstance(message, RequestFailed)]
     assert {message.code for message in refused} == {"overloaded"}
     assert len(tokens(said)) == 2 * (12 - len(refused))
+
+
+def test_a_worker_that_drains_refuses_offers_that_wait(bench: Bench) -> None:
+    bench.loop(*(request(str(number), max_tokens=50) for number in range(4)), steps=1)  # no seat is left
+    offer = KVOffer(
+        source=2,
+        target=1,
+        request_id="waits",
+        attempt=0,
+        prompt_token_ids=(1,),
+        params=SamplingParams(max_tokens=3),
+        gateway=GATEWAY,
+        fingerprint="f",
+        layout=LAYOUT,
+        lease_s=5.0,
+    )
+    bench.mailbox.deliver(FromPeer(2, offer))
+    bench.loop(steps=1)
+    bench.mailbox.deliver(FromGateway(GATEWAY, Drain(source=GATEWAY)))
+    assert bench.worker.take_messages(0.0)
+    refusals = [order.message for order in bench.mailbox.orders() if isinstance(order, ToPeer)]
+    assert [refusal.reason for refusal in refusals if isinstance(refusal, KVRefusal)] == [RefusalReason.DRAINING]
 
 
 def test_stop_ends_the_loop(bench: Bench) -> None:

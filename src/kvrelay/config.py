@@ -130,7 +130,9 @@ class WorkerOptions(ProcessSettings):
     max_num_seqs: PositiveInt = Field(64, description="Sequences that run at the same time.")
     max_queue: PositiveInt = Field(512, description="Requests that wait at this worker; more are refused.")
     max_model_len: PositiveInt | None = Field(None, description="Context length, if less than the model's.")
-    lease_s: Seconds = Field(30.0, description="Longest life of a KV hand-over.")
+    lease_s: Seconds = Field(
+        120.0, description="Longest life of a KV hand-over, from the prompt's first chunk to its last block."
+    )
     keep_outputs_s: Seconds = Field(60.0, description="How long unacknowledged outputs are kept.")
 
 
