@@ -28,6 +28,20 @@ def num_kv_blocks(layout: KVLayout, max_model_len: int, kv_memory_bytes: int) ->
     return num_blocks
 
 
+def asked_kv_memory(asked_bytes: int, workers_on_machine: int, device: torch.device) -> int:
+    """The bytes that were asked for, if every worker can have them.
+
+    Raises MemoryShortage, naming both sizes, if the device has less free than its workers would take together.
+    """
+    free = available_memory(device)
+    if asked_bytes * workers_on_machine > free:
+        raise MemoryShortage(
+            f"A KV memory of {_mib(asked_bytes)} MiB for each of {workers_on_machine} workers is more than the "
+            f"{_mib(free)} MiB that are free here; lower --kv-memory or run fewer workers on this machine."
+        )
+    return asked_bytes
+
+
 def default_kv_memory(layout: KVLayout, max_model_len: int, workers_on_machine: int, device: torch.device) -> int:
     """Bytes: an equal share of half of the free memory, but no more than 16 sequences of full context use.
 

@@ -9,7 +9,7 @@ from kvrelay.checkpoint import Checkpoint
 from kvrelay.errors import StartError
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.kv_cache import DTYPES, KVCache
-from kvrelay.model.kv_memory import default_kv_memory, num_kv_blocks
+from kvrelay.model.kv_memory import asked_kv_memory, default_kv_memory, num_kv_blocks
 from kvrelay.model.network import build_network
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
@@ -39,8 +39,10 @@ def load(
     config = _limited(read_config(checkpoint), max_model_len)
     layout = config.kv_layout(block_size, str(torch_dtype).removeprefix("torch."))
     if kv_memory_bytes is None:
-        kv_memory_bytes = default_kv_memory(layout, config.max_model_len, workers_on_machine, target)
-    num_blocks = num_kv_blocks(layout, config.max_model_len, kv_memory_bytes)
+        num_bytes = default_kv_memory(layout, config.max_model_len, workers_on_machine, target)
+    else:
+        num_bytes = asked_kv_memory(kv_memory_bytes, workers_on_machine, target)
+    num_blocks = num_kv_blocks(layout, config.max_model_len, num_bytes)
     weights = read_weights(checkpoint, config, torch_dtype, cache_dir)
     network = build_network(config, weights, torch_dtype, target)
     return ModelRunner(network, KVCache(layout, num_blocks, target), Sampler())

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported: threads that spin while they wait keep the processes that tests start from the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import pytest
 import zmq
 
+from kvrelay import channel
 from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, Listener, port_range, routing_id, split_endpoint
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.messages import Drain, GatewayHello, KVCommit, LeaseId, Message, encode
@@ -116,6 +117,28 @@ def test_a_process_that_reconnects_is_heard_even_while_its_old_connection_seems_
     assert until(listener.receive) == [(THERE, Drain(source=THERE))]
     assert listener.send(THERE, Drain(source=HERE))
     assert until(second.receive) == [Drain(source=HERE)]
+
+
+def test_a_connection_that_leads_nowhere_is_made_again(
+    listener: Listener, connect: Callable[..., Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who takes over a routing id and leaves must not leave its owner connected, unheard and unaware."""
+    monkeypatch.setattr(channel, "PING_MS", 50)
+    monkeypatch.setattr(channel, "PING_TIMEOUT_MS", 200)
+    owner = connect(queue_early=False)
+    assert until(owner.changes) == [True]
+    assert owner.send(Drain(source=THERE))
+    assert until(listener.receive)
+    with zmq.Context() as elsewhere:
+        thief = Connection(elsewhere, listener.endpoint, incarnation=THERE, queue_early=True)
+        thief.send(Drain(source=THERE))
+        assert until(listener.receive)
+        thief.close()
+    assert until(owner.changes, 2) == [False, True]
+    assert owner.send(Drain(source=THERE))
+    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    assert listener.send(THERE, GatewayHello(source=HERE, registered=True))
+    assert until(owner.receive)
 
 
 def test_nobody_there_is_an_answer_not_an_error(listener: Listener) -> None:

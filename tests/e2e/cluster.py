@@ -16,6 +16,7 @@ import httpx
 
 T = TypeVar("T")
 READY_S = 90.0
+DEFAULT_POOLS = {"prefill": 1, "decode": 1, "both": 0}
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ def wait_for(what: str, check: Callable[[], T], timeout_s: float = 30.0) -> T:
 def running(folder: Path, model: Path | str, **options: object) -> Iterator[Cluster]:
     """`kvrelay up` with options such as `prefill=2, dtype="float32"`, ready to serve; its log lies in `folder`."""
     port = free_port()
+    num_workers = sum(int(str(options.get(role, default))) for role, default in DEFAULT_POOLS.items())
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     log = folder / f"cluster-{port}.log"
     with log.open("wb") as sink:
@@ -80,19 +82,20 @@ def running(folder: Path, model: Path | str, **options: object) -> Iterator[Clus
         )
     cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
     try:
-        wait_for(f"a ready cluster, see {log.read_text()[-2000:]}", lambda: _ready(cluster), READY_S)
+        wait_for(f"a ready cluster, see {log}", lambda: _ready(cluster, num_workers), READY_S)
         yield cluster
     finally:
         _stop(process)
 
 
-def _ready(cluster: Cluster) -> bool:
+def _ready(cluster: Cluster, num_workers: int) -> bool:
     if cluster.process.poll() is not None:
         raise RuntimeError(f"The cluster ended:\n{cluster.log.read_text()}")
     try:
-        return httpx.get(f"{cluster.url}/ready", timeout=5).status_code == 200
+        workers = cluster.workers()
     except httpx.TransportError:
         return False
+    return len(workers) == num_workers and all(worker["usable"] for worker in workers)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

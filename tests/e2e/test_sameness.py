@@ -25,6 +25,7 @@ def reference(cache_dir: Path) -> Reference:
     return Reference("smollm2-135m", cache_dir)
 
 
+@pytest.mark.timeout(600)  # a minute on two free cores; others may use them too
 @pytest.mark.parametrize("arm", ARMS)
 def test_tokens_are_those_of_one_sequence_alone(
     arm: str, reference: Reference, tmp_path: Path, cache_dir: Path

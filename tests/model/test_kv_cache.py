@@ -7,7 +7,7 @@ import torch
 from kvrelay.errors import MemoryShortage, WireError
 from kvrelay.model import kv_memory
 from kvrelay.model.kv_cache import KVCache
-from kvrelay.model.kv_memory import default_kv_memory, num_kv_blocks
+from kvrelay.model.kv_memory import asked_kv_memory, available_memory, default_kv_memory, num_kv_blocks
 from kvrelay.types import KVLayout
 
 CPU = torch.device("cpu")
@@ -119,3 +119,10 @@ def test_workers_share_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) 
 
 def test_free_memory_of_this_machine_is_plausible() -> None:
     assert 1 << 20 < kv_memory.available_memory(CPU) < 1 << 46
+
+
+def test_more_kv_memory_than_the_machine_has_is_refused_before_it_is_taken() -> None:
+    free = available_memory(CPU)
+    assert asked_kv_memory(free // 4, 2, CPU) == free // 4
+    with pytest.raises(MemoryShortage, match=r"2 workers.*--kv-memory"):
+        asked_kv_memory(free // 2 + 2**30, 2, CPU)
