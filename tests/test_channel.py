@@ -133,6 +133,7 @@ def test_a_connection_that_leads_nowhere_is_made_again(
         thief = Connection(elsewhere, listener.endpoint, incarnation=THERE, queue_early=True)
         thief.send(Drain(source=THERE))
         assert until(listener.receive)
+        assert owner.send(Drain(source=THERE))  # is never read
         thief.close()
     assert until(owner.changes, 2) == [False, True]
     assert owner.send(Drain(source=THERE))

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_QUEUED_MESSAGES = 10_000
+PING_MS = 1000  # ZeroMQ's own, below our heartbeats: they find connections that are open and lead nowhere
+PING_TIMEOUT_MS = 5000
 
 
 def routing_id(incarnation: Incarnation) -> bytes:
@@ -214,7 +216,11 @@ class Listener(_Channel):
 
 
 class Connection(_Channel):
-    """A DEALER to one bound peer. ZeroMQ reconnects by itself; each loss and each new connection is an event."""
+    """A DEALER to one bound peer. ZeroMQ reconnects by itself; each loss and each new connection is an event.
+
+    A connection that leads nowhere is lost too, after `PING_TIMEOUT_MS`: one that a router on the way has forgotten, or
+    one whose routing id another process took over, which the bound socket never reads again.
+    """
 
     def __init__(
         self,
@@ -233,6 +239,8 @@ class Connection(_Channel):
         self.endpoint = endpoint
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id(incarnation))
         self.socket.setsockopt(zmq.IMMEDIATE, 0 if queue_early else 1)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:
