@@ -96,7 +96,7 @@ def test_every_changed_byte_gives_a_file_or_a_model_error(tmp_path: Path) -> Non
     ("content", "named"),
     [
         (b"", "is empty"),
-        (b"PK\x03\x04 and more", "not a GGUF file"),
+        (b"PK\x03\x04 and more", r"not a GGUF file: it begins with 'PK\\x03\\x04' instead of 'GGUF'"),
         (gguf(NAME, version=1), "version 1"),
         (gguf(NAME, version=3 << 24), "version 50331648"),
         (gguf(text("k") + struct.pack("<IIQ", 9, 9, 1)), "unknown type 9"),
@@ -154,7 +154,7 @@ def test_a_damaged_config_is_refused(config: str, tmp_path: Path, cache: Path) -
 
 
 def test_what_is_missing_is_said(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(ModelError, match=r"'no-such-model' was not found.*smollm2-135m"):
+    with pytest.raises(ModelError, match=r"'no-such-model' was not found.* or the name smollm2-135m; check --model"):
         resolve("no-such-model", cache)
     (tmp_path / "m").mkdir()
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):

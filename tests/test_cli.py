@@ -57,8 +57,8 @@ def test_wrong_use_is_one_line_and_exit_code_2() -> None:
     assert_refused(kvrelay("serve"), "no command 'serve'")
     assert_refused(kvrelay("statsu"), "did you mean status?")
     assert_refused(kvrelay("gateway", "--bogus", "1"), "Unknown option --bogus", "kvrelay gateway --help")
-    assert_refused(kvrelay("decode", "--core", "x", "--dtype", "int4"), "--core", "integer", "--dtype", "bfloat16")
-    assert_refused(kvrelay("up", KVRELAY_PORT="x"), "KVRELAY_PORT", "integer")
+    assert_refused(kvrelay("decode", "--core", "x", "--dtype", "int4"), "--core", "whole number", "--dtype", "bfloat16")
+    assert_refused(kvrelay("up", KVRELAY_PORT="x"), "KVRELAY_PORT", "whole number")
     assert_refused(kvrelay("up", KVRELAY_PROT="1"), "KVRELAY_PROT", "did you mean KVRELAY_PORT?")
 
 
@@ -75,6 +75,7 @@ def test_a_client_without_a_gateway_says_so_and_exits_with_1() -> None:
         done = kvrelay(command, KVRELAY_URL=f"http://127.0.0.1:{port}")
         assert done.returncode == 1
         assert f"No gateway answers at http://127.0.0.1:{port}" in done.stderr
+        assert "or name another address with --url" in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stderr.count("\n") == 1
 

@@ -49,7 +49,7 @@ def resolve(model: str, cache_dir: Path) -> Checkpoint:
         return _gguf(path.stem, path.resolve(), cache_dir)
     raise ModelError(
         f"The model {model!r} was not found: expected a folder in Hugging Face format, a .gguf file, "
-        f"or one of the names {', '.join(_BUNDLED)}; check --model."
+        f"or the name {' or '.join(_BUNDLED)}; check --model."
     )
 
 

@@ -45,7 +45,9 @@ def unreachable(client: httpx.Client, error: Exception) -> GatewayError:
     """No answer: says from where, why, and what to do."""
     url = str(client.base_url).rstrip("/")
     reason = str(error) or type(error).__name__
-    return GatewayError(f"No gateway answers at {url} ({reason}); start one with `kvrelay up`, or check --url.")
+    return GatewayError(
+        f"No gateway answers at {url} ({reason}); start one with `kvrelay up`, or name another address with --url."
+    )
 
 
 def refusal(status: int, body: bytes) -> str:

@@ -151,10 +151,10 @@ def _map(path: Path) -> mmap.mmap:
 
 def _preamble(header: _Header) -> tuple[int, int]:
     start = header.take(4)
-    magic = header.data[start : start + 4]
-    if magic != b"GGUF":
+    magic = header.data[start : start + 4].decode("latin-1")
+    if magic != "GGUF":
         raise ModelError(
-            f"{header.path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; "
+            f"{header.path} is not a GGUF file: it begins with {magic!r} instead of 'GGUF'; "
             "give a .gguf file or a folder in Hugging Face format."
         )
     version = header.u32()

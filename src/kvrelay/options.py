@@ -18,6 +18,12 @@ from kvrelay.errors import StartError
 
 _PREFIX = "KVRELAY_"
 _TYPE_NAMES = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
+_EXPECTED = {
+    "int_parsing": "a whole number such as {}",
+    "int_from_float": "a whole number such as {}",
+    "float_parsing": "a number such as {}",
+    "bool_parsing": "true or false",
+}
 
 S = TypeVar("S", bound=Settings)
 
@@ -31,7 +37,7 @@ def parse(settings_type: type[S], prog: str, args: Sequence[str]) -> S:
     try:
         return settings_type(_cli_parse_args=list(args), _cli_prog_name=prog, _cli_exit_on_error=False)
     except ValidationError as error:
-        sentences = [_invalid(detail, args) for detail in error.errors(include_url=False)]
+        sentences = [_invalid(settings_type, detail, args) for detail in error.errors(include_url=False)]
         raise StartError(f"{' '.join(sentences)} See `{prog} --help`.") from error
     except SettingsError as error:
         raise StartError(f"{_unparsed(settings_type, str(error))} See `{prog} --help`.") from error
@@ -127,16 +133,26 @@ def _shown(value: object) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
-def _invalid(detail: ErrorDetails, args: Sequence[str]) -> str:
+def _invalid(settings_type: type[Settings], detail: ErrorDetails, args: Sequence[str]) -> str:
     """One sentence about one value that did not validate, naming it as the user gave it."""
     message = re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", detail["msg"]).split(", unable to")[0]
     message = message.removeprefix("Value error, ").rstrip(".")
     if not detail["loc"]:
         return f"{message}."
-    where = _as_given(str(detail["loc"][0]), args)
+    name = str(detail["loc"][0])
+    where = _as_given(name, args)
+    if detail["type"] in _EXPECTED:
+        expected = _EXPECTED[detail["type"]].format(_example(settings_type, name))
+        return f"{where} should be {expected}, not {detail['input']!r}."
     if message.startswith(("Input should ", "String should ")):
         return f"{where} {message.split(' ', 1)[1]}, not {detail['input']!r}."
     return f"{where}: {message}."
+
+
+def _example(settings_type: type[Settings], name: str) -> object:
+    """A value of the right kind: the default, if it is a number."""
+    field = options(settings_type).get(name)
+    return field.default if field is not None and isinstance(field.default, int | float) else 4
 
 
 def _as_given(name: str, args: Sequence[str]) -> str:
