@@ -48,9 +48,11 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist out src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip says everything or nothing; what it downloads is the part worth seeing. Its errors go to stderr, past the filter.
+# pip says everything or nothing; worth seeing is what it fetches, and that it installs for long. Its errors go to stderr,
+# past the filter.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
-SHOW_DOWNLOADS = sed -un 's/^ *\(Downloading\|Using cached\) /  /p'
+SHOW_PROGRESS = sed -un -e 's/^ *\(Downloading\|Using cached\) /  /p' -e 's/^ *Processing \(.*\/\)\?/  /p' \
+	-e 's/^Installing collected packages:.*/  Installing all of these; this takes a while./p'
 
 $(BIN)/python:
 	@[[ -n "$(PYTHON)" ]] || { echo "KVRelay needs Python 3.11 or newer, which was not found; install it, or name it with PYTHON=..." >&2; exit 2; }
@@ -59,10 +61,10 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing KVRelay into $(VENV); the first time takes a few minutes."
-	@$(INSTALL) -e . | $(SHOW_DOWNLOADS)
+	@$(INSTALL) -e . | $(SHOW_PROGRESS)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what tests and checks need into $(VENV)."
-	@$(INSTALL) -e '.[dev]' | $(SHOW_DOWNLOADS)
+	@$(INSTALL) -e '.[dev]' | $(SHOW_PROGRESS)
 	@touch $@

@@ -51,3 +51,21 @@ def test_kvrelay_variables_work_as_they_are(venv: Path) -> None:
 
 def test_makes_own_variables_are_no_options(venv: Path) -> None:
     assert make(venv, "ARGS=-x", "PYTHON=python3") == ["up"]
+
+
+def test_an_installation_shows_what_is_fetched_and_that_it_installs() -> None:
+    said = (
+        "Obtaining file:///here\n  Installing build dependencies: started\n"
+        "Collecting numpy\n  Using cached numpy-2.whl (16 MB)\n  Downloading idna-3.whl (71 kB)\n"
+        "Processing /opt/wheels/torch-2.whl\nProcessing ./a.whl\nRequirement already satisfied: pip\n"
+        "Installing collected packages: numpy, idna, torch\nSuccessfully installed numpy-2\n"
+    )
+    command = ["make", "-s", "-C", str(ROOT), "--no-print-directory", "--eval", "filter:; @$(SHOW_PROGRESS)", "filter"]
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        "  numpy-2.whl (16 MB)",
+        "  idna-3.whl (71 kB)",
+        "  torch-2.whl",
+        "  a.whl",
+        "  Installing all of these; this takes a while.",
+    ]
