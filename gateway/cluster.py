@@ -166,8 +166,8 @@ class Cluster:
             return ""
         if not self._workers:
             return "No worker has registered; start a prefill and a decode worker."
-        reasons = [f"{worker.hello.name}: {self.why_unused(worker)}" for worker in self.workers]
-        return f"None of the {len(reasons)} workers can be used. {' '.join(reasons)}"
+        reasons = [_about(worker, self.why_unused(worker)) for worker in self.workers]
+        return f"No worker can serve yet. {' '.join(reasons)}"
 
     def why_unused(self, worker: Worker) -> str:
         """A sentence that says why a worker gets no requests; empty when it gets some."""
@@ -241,6 +241,12 @@ class Cluster:
 
 def _compatible(sender: Worker, receiver: Worker) -> bool:
     return sender.hello.layout == receiver.hello.layout
+
+
+def _about(worker: Worker, reason: str) -> str:
+    """A sentence that begins with "It" or "Its", with the worker's name instead."""
+    name = worker.hello.name
+    return f"{name}'s {reason.removeprefix('Its ')}" if reason.startswith("Its ") else name + reason.removeprefix("It")
 
 
 def _label(worker: Worker, *, unique: bool) -> str:

@@ -197,7 +197,7 @@ class Service:
 
     def _bury(self, losses: Iterable[Loss]) -> None:
         for loss in losses:
-            log.warning("%s is lost: %s.", loss.name, loss.reason)
+            log.log(logging.DEBUG if self._stopping else logging.WARNING, "%s is lost: %s.", loss.name, loss.reason)
             self.router.on_lost(loss.incarnation)
             self._apply(self.fate.on_worker_lost(loss.incarnation))
 

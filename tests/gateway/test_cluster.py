@@ -32,7 +32,7 @@ def test_a_pair_serves_and_half_a_pair_waits() -> None:
     half = cluster(hello(1, Role.PREFILL))
     assert not half.ready
     assert why(half, 1) == "It waits for a decode worker."
-    assert "prefill-1: It waits for a decode worker." in half.why_not_ready
+    assert half.why_not_ready == "No worker can serve yet. prefill-1 waits for a decode worker."
     half.on_hello(hello(2, Role.DECODE), 0.0)
     assert half.ready
     assert half.why_not_ready == why(half, 1) == why(half, 2) == ""
@@ -54,6 +54,8 @@ def test_workers_with_different_kv_layouts_are_no_pair() -> None:
     assert not mixed.ready
     assert "blocks of 32 tokens" in why(mixed, 2)
     assert "blocks of 16 tokens" in why(mixed, 1)
+    assert mixed.why_not_ready.startswith("No worker can serve yet. prefill-1's KV layout (blocks of 16 tokens")
+    assert " decode-2's KV layout (blocks of 32 tokens" in mixed.why_not_ready
     mixed.on_hello(hello(3, Role.DECODE), 0.0)
     assert [[peer.incarnation for peer in peers] for _, peers in mixed.pairs()] == [[3]]
     assert why(mixed, 1) == ""
