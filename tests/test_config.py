@@ -84,7 +84,10 @@ def test_what_is_no_size(text: str) -> None:
 @pytest.mark.parametrize(
     ("settings_type", "args", "words"),
     [
-        (GatewaySettings, ("--port", "http"), ("--port", "valid integer", "'http'")),
+        (GatewaySettings, ("--port", "http"), ("--port should be a whole number such as 8000, not 'http'.",)),
+        (GatewaySettings, ("--death-s", "2s"), ("--death-s should be a number such as 2.0, not '2s'.",)),
+        (PrefillSettings, ("--core", "x"), ("--core should be a whole number such as 4, not 'x'.",)),
+        (StatusSettings, ("--watch", "--json", "-"), ("--json -", "--watch")),
         (GatewaySettings, ("--port=65536",), ("--port", "65535")),
         (GatewaySettings, ("--prot", "1"), ("--prot", "did you mean --port?")),
         (GatewaySettings, ("--por", "1"), ("--por", "did you mean --port?")),  # no silent abbreviations
@@ -118,7 +121,8 @@ def test_what_is_refused_names_the_option_and_what_is_expected(
 
 def test_a_malformed_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_PORT", "tcp://10.0.0.1:80")
-    assert refusal(GatewaySettings).startswith("KVRELAY_PORT should be a valid integer, not 'tcp://10.0.0.1:80'.")
+    expected = "KVRELAY_PORT should be a whole number such as 8000, not 'tcp://10.0.0.1:80'."
+    assert refusal(GatewaySettings).startswith(expected)
 
 
 def test_a_variable_that_is_no_option_is_refused() -> None:

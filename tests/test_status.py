@@ -63,7 +63,7 @@ def drawn(of: dict[str, Any], width: int = 120) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(render(of, "http://gateway:8000"))
     assert isinstance(console.file, io.StringIO)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return console.file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,18 @@ def test_a_worker_before_its_first_heartbeat_is_shown_and_not_judged() -> None:
     cluster.on_hello(hello("decode-0", 1), now=0.0)
     silent = cluster.snapshot(now=0.1)
     assert bottleneck(silent) == ""
-    assert drawn(silent)[2].split() == ["decode-0", "decode", "unused", "0", "0", *"-----", "0", "%", "0.1", "s"]
+    assert drawn(silent)[2].split() == ["decode-0", "decode", "unused", "0", "0", *"-----", "0%", "0.1s"]
 
 
 def test_the_table() -> None:
     busy = WorkerLoad(num_running=32, num_waiting=2, num_offers=1)
     lines = drawn(snapshot(("prefill-0", 100, IDLE), ("decode-0", 960, busy)), width=80)
     assert lines[0] == "http://gateway:8000 serves smollm2-135m and is ready"
+    assert lines == [line.rstrip() for line in lines]
     assert [" ".join(line.split()) for line in lines[1:4]] == [
         "name role state run wait free cached leased revoked total load beat",
-        "decode-0 decode serving 32 3 10 20 960 10 1000 50 % 0.3 s",
-        "prefill-0 prefill serving 0 0 870 20 100 10 1000 0 % 0.3 s",
+        "decode-0 decode serving 32 3 10 20 960 10 1000 50% 0.3s",
+        "prefill-0 prefill serving 0 0 870 20 100 10 1000 0% 0.3s",
     ]
     assert lines[4:] == ["bottleneck: decode (KV blocks 97 % in use)"]
 
@@ -125,9 +126,47 @@ def test_why_workers_are_unused_and_who_was_lost() -> None:
     cluster.on_lost(3, now=1.0)
     text = "\n".join(drawn(cluster.snapshot(now=4.0), width=400))
     assert "is not ready" in text
-    assert "decode-0: It serves smollm2-135m (aaaaaaaaaaaa)" in text
+    assert "No worker can serve yet. prefill-0 waits for a decode worker. decode-0 serves smollm2-135m (aaaaaa" in text
+    assert text.count("waits for") == 1
     assert "lost 3 s ago: decode-1, its connection was lost" in text
     assert "bottleneck" not in text
+
+
+def test_a_worker_that_is_back_is_not_shown_as_lost() -> None:
+    cluster = Cluster("smollm2-135m", FINGERPRINT, death_s=2.0)
+    for incarnation, name in enumerate(("decode-0", "decode-1"), start=1):
+        cluster.on_hello(hello(name, incarnation), now=0.0)
+        cluster.on_lost(incarnation, now=1.0)
+    cluster.on_hello(hello("decode-0", 3), now=2.0)
+    assert drawn(cluster.snapshot(now=4.0))[-1] == "lost 3 s ago: decode-1, its connection was lost"
+    assert "decode-0, its" not in "\n".join(drawn(cluster.snapshot(now=4.0)))
+
+
+def test_without_workers_there_is_a_sentence_and_no_table() -> None:
+    assert drawn(snapshot()) == [
+        "http://gateway:8000 serves smollm2-135m and is not ready",
+        "No worker has registered; start a prefill and a decode worker.",
+    ]
+
+
+def test_an_unused_worker_of_a_cluster_that_serves_says_why() -> None:
+    cluster = Cluster("smollm2-135m", FINGERPRINT, death_s=2.0)
+    cluster.on_hello(hello("both-0", 1), now=0.0)
+    cluster.on_hello(hello("decode-0", 2), now=0.0)
+    assert drawn(cluster.snapshot(now=1.0))[-1] == "decode-0: It waits for a prefill worker."
+
+
+def test_the_table_fits_80_columns_without_cutting_a_heading() -> None:
+    busy = WorkerLoad(num_running=64, num_waiting=512)
+    large = snapshot(("prefill-12345678", 100, busy), ("decode-0", 960, busy))
+    for worker in large["workers"]:
+        worker["draining"] = True
+        worker["ledger"] = dict.fromkeys(worker["ledger"], 12345)
+    lines = drawn(large, width=80)
+    assert max(map(len, lines)) <= 80
+    headings = "name role state run wait free cached leased revoked total load beat"
+    assert " ".join(lines[1].split()) == headings
+    assert "".join(line.split()[0] for line in lines[3:5]) == "prefill-12345678"
 
 
 @pytest.fixture
@@ -169,6 +208,19 @@ def test_it_prints_the_table_and_writes_the_figures(
     assert len(figures["cluster"]["workers"]) == 2
 
 
+def test_a_dash_writes_the_figures_to_stdout_and_nothing_else(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(StatusSettings(url=url, json_file=Path("-"))) == 0
+    assert len(json.loads(capsys.readouterr().out)["cluster"]["workers"]) == 2
+
+
+def test_ctrl_c_is_how_watching_ends(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvrelay.status.time.sleep", interrupted)
+    assert run(StatusSettings(url=url, watch=True)) == 0
+
+
 def test_a_file_that_cannot_be_written_is_said(url: str, tmp_path: Path) -> None:
     with pytest.raises(StartError, match="No such file or directory; give --json another file"):
         run(StatusSettings(url=url, json_file=tmp_path / "none" / "status.json"))
@@ -194,4 +246,4 @@ def test_other_answers_are_a_sentence_and_exit_code_1(
 def test_a_cluster_that_is_not_ready_gives_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     for url in serving(json.dumps(snapshot(("decode-0", 100, IDLE))), 200):
         assert run(StatusSettings(url=url)) == 1
-    assert "decode-0: It waits for a prefill worker." in capsys.readouterr().out
+    assert "No worker can serve yet. decode-0 waits for a prefill worker." in capsys.readouterr().out

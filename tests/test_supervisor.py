@@ -125,6 +125,24 @@ def test_why_a_child_cannot_start_is_in_its_death_and_nowhere_else(nursery: Call
     assert home.said == ["a | loading"]
 
 
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ("15:17:03 decode-0 is up.", ""),
+        ("2026-01-02 15:17:03,123 INFO kvrelay.process: It is up.", ""),
+        (
+            "2026-01-02 15:17:03,123 ERROR kvrelay.process: It fell.",
+            "2026-01-02 15:17:03,123 ERROR kvrelay.process: It fell.",
+        ),
+        ("Killed", "Killed"),
+    ],
+)
+def test_last_words_are_those_that_do_not_only_inform(nursery: Callable[..., Nursery], last: str, words: str) -> None:
+    home = nursery(a=f"print('oh'); print({last!r}); raise SystemExit(1)")
+    home.until(lambda: bool(home.deaths))
+    assert home.deaths[0] == Death("a", 1, words)
+
+
 def test_lines_of_several_children_never_mix(nursery: Callable[..., Nursery]) -> None:
     code = "for i in range(300): print('{0}' * 200, flush=i % 7 == 0)"
     home = nursery(a=code.format("a"), b=code.format("b"))

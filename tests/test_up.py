@@ -65,12 +65,13 @@ def test_every_option_reaches_every_child_that_has_it(monkeypatch: pytest.Monkey
     specs = child_specs(settings, {"PATH": "/bin", "KVRELAY_CORE": "7", "kvrelay_name": "x"})
     assert [spec.name for spec in specs] == ["gateway", "prefill-0", "prefill-1", "decode-0", "both-0"]
     gateway = filled(specs[0], GatewaySettings, monkeypatch)
-    assert gateway == GatewaySettings(listen="tcp://0.0.0.0:5701", port=9000, death_s=3.5)
+    assert gateway == GatewaySettings(listen="tcp://0.0.0.0:5701", port=9000, death_s=3.5, log_format="short")
     shared: dict[str, Any] = {
         "gateways": ("tcp://127.0.0.1:5701",),
         "dtype": "float32",
         "death_s": 3.5,
         "block_size": 32,
+        "log_format": "short",
     }
     assert filled(specs[2], PrefillSettings, monkeypatch) == PrefillSettings(
         name="prefill-1", core=1, workers_on_machine=4, **shared

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from kvrelay import leash
+from kvrelay import leash, logs
 
 _MAX_LINE_BYTES = 1 << 16
 _LAST_WORDS = "kvrelay: "
@@ -27,7 +27,10 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a child ended. `code` is its exit code, or minus the signal that killed it; `words` its last line."""
+    """How a child ended. `code` is its exit code, or minus the signal that killed it.
+
+    `words` is the last line that it wrote, empty if that says nothing about the end because it only informs.
+    """
 
     name: str
     code: int
@@ -46,7 +49,7 @@ class Child:
         """Starts it. `relay` is called with each line of its output, from a thread of this child's own."""
         self.spec = spec
         self._relay = relay
-        self._last_line = ""
+        self._last_words = ""
         self._process = subprocess.Popen(
             [sys.executable, "-IS", str(Path(leash.__file__)), str(os.getpid()), *spec.argv],
             env={**spec.environ, "PYTHONUNBUFFERED": "1"},
@@ -64,7 +67,7 @@ class Child:
         if code is None:
             return None
         self._reader.join(timeout=1.0)  # what it said last may still be in the pipe
-        return Death(self.spec.name, code, self._last_line)
+        return Death(self.spec.name, code, self._last_words)
 
     def terminate(self) -> None:
         """Asks it to end."""
@@ -93,7 +96,7 @@ class Child:
                     self._take(text)
 
     def _take(self, text: str) -> None:
-        self._last_line = text.removeprefix(_LAST_WORDS)
+        self._last_words = "" if logs.is_routine(text) else text.removeprefix(_LAST_WORDS)
         if not text.startswith(_LAST_WORDS):  # why it could not start: whoever sees its death says it, once
             self._relay(f"{self.spec.name} | {text}")
 

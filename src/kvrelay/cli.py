@@ -45,7 +45,7 @@ def _up(settings: UpSettings) -> int:
 def _gateway(settings: GatewaySettings) -> int:
     from kvrelay.gateway.server import run
 
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     return run(settings)
 
 
@@ -53,7 +53,7 @@ def _prefill(settings: PrefillSettings) -> int:
     place(settings.core, settings.threads)
     from kvrelay.prefill.worker import run
 
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     return run(settings)
 
 
@@ -61,7 +61,7 @@ def _decode(settings: DecodeSettings) -> int:
     place(settings.core, settings.threads)
     from kvrelay.decode.worker import run
 
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     return run(settings)
 
 

@@ -17,6 +17,7 @@ from kvrelay.types import Role
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MAX_PORT = 65535
+STDOUT = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ Seconds = Annotated[float, Metavar("SECONDS"), Field(gt=0, allow_inf_nan=False)]
 Ports = Annotated[str, Metavar("PORT[-PORT]"), AfterValidator(_port_range)]
 Addresses = Annotated[tuple[str, ...], Metavar("ADDRESS,..."), NoDecode, BeforeValidator(_listed), Field(min_length=1)]
 Url = Annotated[str, Metavar("URL"), AfterValidator(_http_url)]
+LogFormat = Literal["full", "short"]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -94,6 +96,7 @@ class ProcessSettings(Settings):
     heartbeat_s: Seconds = Field(0.5, description="Seconds between heartbeats.")
     death_s: Seconds = Field(2.0, description="Seconds without a heartbeat after which a peer counts as dead.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged, to stderr.")
+    log_format: LogFormat = Field("full", description="short leaves out what infos need not have: date and origin.")
 
     @model_validator(mode="after")
     def _heartbeats_fit(self) -> Self:
@@ -165,6 +168,7 @@ class UpSettings(GatewaySettings, WorkerOptions):
     """
 
     listen: str = Field("", description="Address at which workers register; a free local port if not given.")
+    log_format: LogFormat = Field("short", description="full adds date and origin to what every process logs.")
     prefill: NonNegativeInt = Field(1, description="Number of prefill workers.")
     decode: NonNegativeInt = Field(1, description="Number of decode workers.")
     both: NonNegativeInt = Field(0, description="Number of colocated workers, which do both.")
@@ -188,8 +192,16 @@ class ClientSettings(Settings):
 class StatusSettings(ClientSettings):
     """Show the pools of a running cluster and where its bottleneck is."""
 
-    json_file: Path | None = Field(None, alias="json", description="Also write the figures to this file.")
+    json_file: Path | None = Field(
+        None, alias="json", description="Also write the figures to this file; - for stdout, alone."
+    )
     watch: bool = Field(False, description="Refresh every second until Ctrl-C.")
+
+    @model_validator(mode="after")
+    def _one_use_of_stdout(self) -> Self:
+        if self.watch and self.json_file == STDOUT:
+            raise ValueError("--json - writes the figures once; leave out --watch, or give --json a file")
+        return self
 
 
 class ChatSettings(ClientSettings):
@@ -198,7 +210,7 @@ class ChatSettings(ClientSettings):
     model: str = Field("", description="Model to ask for; the one that is served if not given.")
     system: str = Field("", description="System message.")
     max_tokens: PositiveInt = Field(512, description="Longest answer, in tokens.")
-    temperature: float = Field(0.7, ge=0, le=2, allow_inf_nan=False, description="0 takes the likeliest token.")
+    temperature: float = Field(0.2, ge=0, le=2, allow_inf_nan=False, description="0 takes the likeliest token.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Makes answers repeatable.")
 
 
