@@ -57,6 +57,15 @@ def _port_range(text: str) -> str:
     return text
 
 
+def _tcp_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    for address in addresses:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        numeric = port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT
+        if not (address.startswith("tcp://") and host and numeric):
+            raise ValueError(f"{address!r} is not the address of a gateway; write it like tcp://127.0.0.1:5700")
+    return addresses
+
+
 def _http_url(text: str) -> str:
     if urlsplit(text).scheme not in ("http", "https") or not urlsplit(text).hostname:
         raise ValueError(f"{text!r} is not the address of a gateway; write it like http://127.0.0.1:8000")
@@ -66,7 +75,14 @@ def _http_url(text: str) -> str:
 Bytes = Annotated[int, Metavar("SIZE"), BeforeValidator(_sized), Field(ge=1)]
 Seconds = Annotated[float, Metavar("SECONDS"), Field(gt=0, allow_inf_nan=False)]
 Ports = Annotated[str, Metavar("PORT[-PORT]"), AfterValidator(_port_range)]
-Addresses = Annotated[tuple[str, ...], Metavar("ADDRESS,..."), NoDecode, BeforeValidator(_listed), Field(min_length=1)]
+Addresses = Annotated[
+    tuple[str, ...],
+    Metavar("ADDRESS,..."),
+    NoDecode,
+    BeforeValidator(_listed),
+    AfterValidator(_tcp_addresses),
+    Field(min_length=1),
+]
 Url = Annotated[str, Metavar("URL"), AfterValidator(_http_url)]
 LogFormat = Literal["full", "short"]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
