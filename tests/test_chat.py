@@ -122,6 +122,26 @@ def test_exit_ends_and_empty_lines_are_skipped(server: Server) -> None:
     assert server.bodies == []
 
 
+@pytest.mark.parametrize("line", ["/foo", "/foo bar", "/"])
+def test_an_unknown_command_is_not_sent(server: Server, line: str) -> None:
+    shown = f"There is no command {line[:4].rstrip()}; /reset starts over, /exit ends.\n"
+    assert converse(server, line) == (shown, 1)
+    assert server.bodies == []
+
+
+def test_a_path_is_no_command(server: Server) -> None:
+    assert converse(server, "/etc/hosts is what") == ("/etc/hosts is what \n", 0)
+
+
+def test_answers_break_between_words_in_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "12")
+    out = io.StringIO()
+    with connect(server.url) as client:
+        Chat(client, "served", ChatSettings(url=server.url), out, wraps=True).converse(["one two three four", "five"])
+    assert out.getvalue() == "one two\nthree four\nfive\n"
+    assert server.bodies[1]["messages"][1]["content"] == "one two three four "
+
+
 @pytest.mark.parametrize(
     ("line", "shown"),
     [

@@ -3,8 +3,10 @@
 import importlib.util
 import io
 import json
+import re
+import shutil
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import Any, TextIO
 
@@ -12,10 +14,12 @@ import httpx
 
 from kvrelay.client import GatewayError, connect, get_json, refusal, unreachable
 from kvrelay.config import ChatSettings
+from kvrelay.terminal import WordWrap, unechoed
 
 _DATA = "data:"
 _DONE = "[DONE]"
 _HELP = "Ctrl-C stops an answer, /reset starts over, /exit or Ctrl-D ends.\n"
+_COMMAND = re.compile(r"/\w*(?=\s|$)")  # not /a/path
 _READ_TIMEOUT_S = 600.0
 _UNSAFE = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {0x9: "\t", 0xA: "\n"}  # could drive a terminal
 
@@ -27,8 +31,9 @@ def run(settings: ChatSettings) -> int:
         with connect(settings.url, timeout_s=_READ_TIMEOUT_S) as client:
             model = settings.model or served_model(client)
             if interactive:
-                sys.stdout.write(f"{model} at {settings.url}. {_HELP}")
-            failures = Chat(client, model, settings, sys.stdout, stoppable=interactive).converse(_lines(interactive))
+                sys.stdout.write(f"{model} at {settings.url}\n{_HELP}")
+            chat = Chat(client, model, settings, sys.stdout, stoppable=interactive, wraps=sys.stdout.isatty())
+            failures = chat.converse(_lines(interactive))
     except GatewayError as error:
         sys.stderr.write(f"kvrelay: {error}\n")
         return 1
@@ -47,15 +52,27 @@ class Chat:
     """One conversation: its history and where it is shown."""
 
     def __init__(
-        self, client: httpx.Client, model: str, settings: ChatSettings, out: TextIO, *, stoppable: bool = True
+        self,
+        client: httpx.Client,
+        model: str,
+        settings: ChatSettings,
+        out: TextIO,
+        *,
+        stoppable: bool = True,
+        wraps: bool = False,
     ) -> None:
-        """`stoppable`: Ctrl-C ends an answer only, because somebody is there to go on."""
+        """`stoppable`: Ctrl-C ends an answer only, because somebody is there to go on.
+
+        `wraps`: lines break between words at the terminal's width.
+        """
         self._client = client
         self._options = settings.model_dump(include={"max_tokens", "temperature", "seed"}, exclude_none=True)
         self._model = model
         self._system = settings.system
         self._out = out
         self._stoppable = stoppable
+        self._wraps = wraps
+        self._laid_out: Callable[[str], str] = str
         self._messages = self._opening()
 
     def converse(self, lines: Iterable[str]) -> int:
@@ -67,8 +84,12 @@ class Chat:
             if line == "/reset":
                 self._messages = self._opening()
                 self._out.write("The conversation starts over.\n")
+            elif command := _COMMAND.match(line):
+                self._out.write(f"There is no command {command[0]}; /reset starts over, /exit ends.\n")
+                failures += 1
             elif line:
-                failures += not self._answer(line)
+                with unechoed():
+                    failures += not self._answer(line)
         return failures
 
     def _opening(self) -> list[dict[str, str]]:
@@ -78,6 +99,7 @@ class Chat:
         """Streams one answer. What failed or was stopped before its first word leaves no trace in the history."""
         messages = [*self._messages, {"role": "user", "content": line}]
         pieces: list[str] = []
+        self._laid_out = WordWrap(shutil.get_terminal_size().columns) if self._wraps else str
         try:
             with closing(self._stream(messages)) as stream:
                 for piece in stream:
@@ -96,7 +118,7 @@ class Chat:
         return True
 
     def _show(self, text: str) -> None:
-        self._out.write(text.translate(_UNSAFE))
+        self._out.write(self._laid_out(text.translate(_UNSAFE)))
         self._out.flush()
 
     def _stream(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
