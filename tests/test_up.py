@@ -20,18 +20,19 @@ from kvrelay.errors import AddressInUse, StartError
 from kvrelay.options import options, parse, variable
 from kvrelay.supervisor import Supervisor
 from kvrelay.types import Role
-from kvrelay.up import ClusterRun, Stop, child_specs, http_url, ready_text, waiting_for, with_addresses
+from kvrelay.up import ClusterRun, Stop, child_specs, http_url, program, ready_text, waiting_for, with_addresses
 
 WAIT_S = 30.0
 
-# A gateway that is ready once it was asked three times, and a worker that only sleeps.
+# A gateway that is ready and has both workers once it was asked five times, and a worker that only sleeps.
 GATEWAY = """
 import http.server, json, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     asked = 0
     def do_GET(self):
         Handler.asked += 1
-        workers = [{"name": name} for name in ("prefill-0", "decode-0")[: Handler.asked - 1]]
+        worker = {"ledger": {"total": 1}, "usable": Handler.asked > 4, "reason": "It is new."}
+        workers = [{"name": name, **worker} for name in ("prefill-0", "decode-0")[: Handler.asked - 1]]
         snapshot = {"ready": Handler.asked > 3, "reason": "It is warming up.", "model": "m", "workers": workers}
         body = json.dumps(snapshot).encode()
         self.send_response(200)
@@ -117,14 +118,49 @@ def test_the_url_is_one_that_this_machine_can_open() -> None:
 def test_what_it_waits_for() -> None:
     workers = ["prefill-0", "decode-0"]
     assert "gateway" in waiting_for(workers, None)
-    some = {"workers": [{"name": "decode-0"}], "reason": "It waits for a prefill worker."}
+    decode, prefill = described("decode-0"), described("prefill-0")
+    some = {"ready": False, "reason": "No worker can serve yet.", "workers": [decode]}
     assert waiting_for(workers, some) == "Waiting for prefill-0: loading the model…"
-    every = {"workers": [{"name": "decode-0"}, {"name": "prefill-0"}], "reason": "It is draining."}
-    assert waiting_for(workers, every) == "Waiting: It is draining."
+    assert waiting_for(workers, {**some, "workers": [decode, prefill]}) == "Waiting: No worker can serve yet."
 
 
-def test_the_ready_text_is_one_line_and_a_command_to_paste() -> None:
-    ready, curl = ready_text("http://127.0.0.1:8000", "it's").splitlines()
+def test_it_waits_for_every_worker_of_its_own_and_for_no_other() -> None:
+    """A pair can serve long before the last worker is up."""
+    workers = ["prefill-0", "decode-0", "decode-1"]
+    two = [described("prefill-0"), described("decode-0")]
+
+    def waits_with(*others: dict[str, Any]) -> str:
+        return waiting_for(workers, {"ready": True, "reason": "", "workers": [*two, *others]})
+
+    assert waits_with() == "Waiting for decode-1: loading the model…"
+    assert waits_with({**described("decode-1"), "ledger": None}) == "Waiting for decode-1: loading the model…"
+    unused = {"usable": False, "reason": "It is draining."}
+    assert waits_with({**described("decode-1"), **unused}) == "Waiting for decode-1: It is draining."
+    assert waits_with(described("decode-1"), {**described("elsewhere"), **unused}) == ""
+
+
+def described(name: str) -> dict[str, Any]:
+    """A worker in `/cluster` that is used."""
+    return {"name": name, "ledger": {"total": 1}, "usable": True, "reason": ""}
+
+
+def test_the_command_is_shown_as_the_user_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = tmp_path / "bin" / "kvrelay"
+    command.parent.mkdir()
+    command.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    for run_as, shown in ((str(command), str(command)), ("bin/kvrelay", "bin/kvrelay"), ("x/__main__.py", "kvrelay")):
+        monkeypatch.setattr("sys.argv", [run_as, "up"])
+        assert program() == shown
+    monkeypatch.setenv("PATH", str(command.parent))
+    monkeypatch.setattr("sys.argv", [str(command), "up"])
+    assert program() == "kvrelay"
+
+
+def test_the_ready_text_is_one_line_and_commands_to_paste() -> None:
+    ready, curl, chat = ready_text("http://127.0.0.1:8000", "it's", "bin/kvrelay").splitlines()
+    assert chat == "  bin/kvrelay chat"
+    assert ready_text("http://127.0.0.1:9000", "m", "kvrelay").endswith("\n  kvrelay chat --url http://127.0.0.1:9000")
     assert "http://127.0.0.1:8000" in ready
     done = subprocess.run(
         ["bash", "-c", curl.replace("curl", "printf '%s\\n'")], capture_output=True, text=True, check=True
@@ -173,6 +209,7 @@ def test_it_says_what_it_waits_for_and_then_once_that_it_is_ready(capsys: pytest
         "Waiting for prefill-0, decode-0: loading the model…",
         "Waiting for decode-0: loading the model…",
         "Waiting: It is warming up.",
+        "Waiting for prefill-0: It is new.",
     ]
     assert capsys.readouterr().out.startswith(f"KVRelay is ready and serves m at {http_url(up.settings)}\n  curl ")
 
@@ -182,6 +219,23 @@ def test_a_child_that_cannot_start_ends_it_with_its_own_words() -> None:
     with pytest.raises(StartError, match=r"^worker cannot start: Not enough memory for one sequence\.$"):
         up.run(lambda run: run.ready)
     assert up.said == ["Waiting for the gateway to start…"]
+
+
+def test_a_child_that_never_comes_up_ends_it_after_three_tries() -> None:
+    up = Up(worker="raise SystemExit(print('Illegal instruction') or 7)")
+    with pytest.raises(StartError) as ended:
+        up.run(lambda run: run.ready)
+    assert str(ended.value) == (
+        "worker cannot start: it ended 3 times before it was up, the last time with exit code 7: Illegal instruction"
+    )
+    assert sum("started again" in line for line in up.said) == 2
+
+
+def test_a_child_that_came_up_once_is_started_again_for_ever(tmp_path: Path) -> None:
+    """The gateway stands for any child: it was up and is killed more often than a child that never was may end."""
+    up = Up(gateway=GATEWAY.replace("Handler.asked > 3", "False").replace("serve_forever()", "handle_request()"))
+    up.run(lambda _: sum("gateway ended" in line for line in up.said) > 3)
+    assert sum("gateway ended" in line for line in up.said) > 3
 
 
 def test_a_child_that_crashes_is_announced_and_started_again() -> None:

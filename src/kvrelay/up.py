@@ -4,14 +4,17 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,7 +23,15 @@ import httpx
 from kvrelay.checkpoint import resolve
 from kvrelay.children import ChildSpec, Death
 from kvrelay.client import GatewayError, connect, get_json
-from kvrelay.config import GatewaySettings, Settings, UpSettings, WorkerOptions, WorkerSettings, variables
+from kvrelay.config import (
+    ClientSettings,
+    GatewaySettings,
+    Settings,
+    UpSettings,
+    WorkerOptions,
+    WorkerSettings,
+    variables,
+)
 from kvrelay.errors import AddressInUse, StartError
 from kvrelay.lines import LineWriter
 from kvrelay.supervisor import Supervisor
@@ -30,6 +41,8 @@ _STEP_S = 0.1
 _LOOK_EVERY = 3  # steps
 _SLOW_S = 1.0
 _CANNOT_START = 2
+_MAX_EARLY_ENDS = 3
+_GATEWAY = "gateway"
 _LOOPBACK = "127.0.0.1"
 
 
@@ -76,10 +89,16 @@ class ClusterRun:
         self._client = client
         self._say = say
         self._waits_for = ""
+        self._came_up: set[str] = set()
+        self._early_ends: Counter[str] = Counter()
         self.ready = False
 
     def until(self, stop: Stop) -> None:
-        """Supervises until stopped. Raises StartError if a child cannot start at all."""
+        """Supervises until stopped.
+
+        Raises:
+            StartError: a child says that it cannot start, or ended three times before it first came up.
+        """
         for step in itertools.count():
             for death in self._supervisor.step():
                 self._mourn(death)
@@ -90,39 +109,69 @@ class ClusterRun:
             time.sleep(_STEP_S)
 
     def _mourn(self, death: Death) -> None:
-        if death.code == _CANNOT_START and not self.ready:
-            raise StartError(f"{death.name} cannot start: {death.words}")
+        if not self.ready:
+            self._give_up_if_hopeless(death)
         delay_s = self._supervisor.restart_in_s(death.name)
         words = f" Its last line: {death.words}" if death.words else ""
         self._say(f"{death.name} ended with {death.how} and is started again in {delay_s:.1f} s.{words}")
 
+    def _give_up_if_hopeless(self, death: Death) -> None:
+        if death.code == _CANNOT_START:
+            raise StartError(f"{death.name} cannot start: {death.words}")
+        self._early_ends[death.name] += death.name not in self._came_up
+        if self._early_ends[death.name] == _MAX_EARLY_ENDS:
+            words = death.words or "it said nothing about why"
+            raise StartError(
+                f"{death.name} cannot start: it ended {_MAX_EARLY_ENDS} times before it was up, "
+                f"the last time with {death.how}: {words}"
+            )
+
     def _look(self) -> None:
         snapshot = _snapshot(self._client)
-        if snapshot is not None and snapshot.get("ready"):
+        if snapshot is not None:
+            self._came_up |= {_GATEWAY, *(worker["name"] for worker in snapshot["workers"])}
+        waits_for = waiting_for(self._workers, snapshot)
+        if snapshot is not None and not waits_for:
             self.ready = True
-            LineWriter(sys.stdout)(ready_text(self._url, str(snapshot.get("model"))))
-        elif (waits_for := waiting_for(self._workers, snapshot)) != self._waits_for:
+            LineWriter(sys.stdout)(ready_text(self._url, str(snapshot["model"]), program()))
+        elif waits_for != self._waits_for:
             self._waits_for = waits_for
             self._say(waits_for)
 
 
 def waiting_for(workers: list[str], snapshot: Mapping[str, Any] | None) -> str:
-    """What a start still waits for. `snapshot` is `/cluster`, None while the gateway does not answer."""
+    """What a start still waits for, empty when every one of `workers` has registered, said what it has, and is used.
+
+    `snapshot` is `/cluster`, None while the gateway does not answer.
+    """
     if snapshot is None:
         return "Waiting for the gateway to start…"
-    registered = {worker["name"] for worker in snapshot["workers"]}
-    missing = [name for name in workers if name not in registered]
+    reported = {worker["name"] for worker in snapshot["workers"] if worker["ledger"]}
+    missing = [name for name in workers if name not in reported]
     if missing:
         return f"Waiting for {', '.join(missing)}: loading the model…"
-    return f"Waiting: {snapshot['reason']}"
+    if not snapshot["ready"]:
+        return f"Waiting: {snapshot['reason']}"
+    unused = [worker for worker in snapshot["workers"] if worker["name"] in workers and not worker["usable"]]
+    return f"Waiting for {unused[0]['name']}: {unused[0]['reason']}" if unused else ""
 
 
-def ready_text(url: str, model: str) -> str:
-    """The one ready line, and below it something to paste."""
+def program() -> str:
+    """How the user can run this command again: by its name if the shell finds it, else by the path it was run with."""
+    path = Path(sys.argv[0])
+    found = shutil.which("kvrelay")
+    if path.name != "kvrelay" or (found is not None and Path(found).absolute() == path.absolute()):
+        return "kvrelay"
+    return str(path)
+
+
+def ready_text(url: str, model: str, program: str) -> str:
+    """The one ready line, and below it two commands to paste."""
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": model, "messages": [question], "temperature": 0})
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-    return f"KVRelay is ready and serves {model} at {url}\n  {curl}"
+    elsewhere = "" if url == ClientSettings.model_fields["url"].default else f" --url {url}"
+    return f"KVRelay is ready and serves {model} at {url}\n  {curl}\n  {shlex.quote(program)} chat{elsewhere}"
 
 
 def http_url(settings: UpSettings) -> str:
@@ -147,7 +196,7 @@ def worker_names(settings: UpSettings) -> list[tuple[str, Role]]:
 def child_specs(settings: UpSettings, environ: Mapping[str, str]) -> list[ChildSpec]:
     """The gateway and the workers; worker i on core i (modulo those there are), unless --threads asks for more."""
     workers = worker_names(settings)
-    specs = [_spec("gateway", "gateway", GatewaySettings(**_shared(settings, GatewaySettings)), environ)]
+    specs = [_spec(_GATEWAY, "gateway", GatewaySettings(**_shared(settings, GatewaySettings)), environ)]
     for index, (name, role) in enumerate(workers):
         worker = WorkerSettings(
             **_shared(settings, WorkerOptions),
