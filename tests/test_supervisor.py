@@ -168,6 +168,17 @@ def test_stop_ends_the_willing_at_once_and_the_stubborn_within_five_seconds(nurs
     assert [line for line in home.said if "is killed" in line] == ["b did not end within 3 s and is killed"]
 
 
+def test_stop_tells_the_first_child_before_the_others(nursery: Callable[..., Nursery]) -> None:
+    """The gateway would take the ends of its workers for faults."""
+    dated = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print(time.time()))); {HELLO}"
+    home = nursery(a=dated, b=dated, c=dated)
+    home.until(lambda: all(home.pids(name) for name in "abc"))
+    home.supervisor.stop()
+    home.until(lambda: len(home.deaths) == 3)
+    told = {death.name: float(death.words) for death in home.deaths}
+    assert told["a"] < min(told["b"], told["c"])
+
+
 def test_stop_also_ends_what_a_stubborn_child_started(nursery: Callable[..., Nursery]) -> None:
     grandchild = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HELLO!r}]); {STUBBORN}"
     home = nursery(a=grandchild)
