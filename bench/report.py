@@ -14,7 +14,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Prints rows that share their keys as a table."""
     table = Table(title=title)
     for name in rows[0]:
-        table.add_column(name, justify="right")
+        table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
     Console().print(table)

@@ -2,11 +2,12 @@
 
 import argparse
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 from kvrelay.bench.cluster import running
 from kvrelay.bench.load import Load, run, summary
@@ -50,8 +51,8 @@ def _measure(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             warm_up = replace(load, num_requests=concurrency, output_len=4, seed=options.seed + 1)
             asyncio.run(run(url, model, warm_up))
             timings = asyncio.run(run(url, model, load))
-            rows.append({"arm": arm, "at a time": concurrency, "requests": load.num_requests, **summary(timings)})
-            show(f"{arm}, {asdict(load)['concurrency']} at a time", rows[-1:])
+            rows.append({"arm": arm, "at_a_time": concurrency, "requests": load.num_requests, **summary(timings)})
+            Console(stderr=True).print(f"{arm}, {concurrency} at a time: {rows[-1]['tokens_per_s']:.1f} tokens/s")
     return rows
 
 

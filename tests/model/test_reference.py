@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from kvrelay.checkpoint import Checkpoint
 from kvrelay.model.load import load
@@ -22,7 +22,10 @@ def reference(smollm2: Checkpoint) -> torch.nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of another project's loader, not of what is tested
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            smollm2.path.parent, gguf_file=smollm2.path.name, dtype=torch.float32
+            smollm2.path.parent,
+            gguf_file=smollm2.path.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
         )
     return model.eval()
 
