@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from kvrelay.errors import ClientGone, DeadlineExceeded, Draining, RequestError, WorkerLost, from_code
+from kvrelay.errors import ClientGone, DeadlineExceeded, Draining, RequestError, UnknownRequest, WorkerLost, from_code
 from kvrelay.gateway.flight import Flight, SampleTokens, Submission
 from kvrelay.gateway.router import Route, Router
 from kvrelay.messages import (
@@ -187,7 +187,7 @@ class Fate:
             self.counters["unowned_failures"] += 1
             return []
         flight.alive.discard(peer)  # it has given up what it had
-        return self._end(flight, from_code(message.code, message.message))
+        return self._end(flight, _told(message))
 
     def _on_lost(self, flight: Flight, worker: Incarnation) -> list[Effect]:
         flight.lose(worker)
@@ -280,3 +280,10 @@ class Fate:
 
     def _about(self, key: RequestKey, peer: Incarnation) -> dict[str, Any]:
         return {"source": self._incarnation, "target": peer, "request_id": key.request_id, "attempt": key.attempt}
+
+
+def _told(message: RequestFailed) -> RequestError:
+    """The worker's own error, but that it does not know the request is its affair, not the client's."""
+    if message.code == UnknownRequest.code:
+        return WorkerLost("The worker lost the request when its connection broke; send the request again.")
+    return from_code(message.code, message.message)

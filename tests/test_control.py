@@ -249,3 +249,12 @@ def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_drop
     world.mailbox.post([ToPeer(peer, COMMIT)])
     assert wait_for(other.receive) == [(WORKER, COMMIT)]  # and nothing before it
     other.close()
+
+
+def test_a_peer_that_cannot_be_reached_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a prompt would wait for its answer until the lease ends, with other candidates at hand."""
+    monkeypatch.setattr("kvrelay.control.MAX_CONNECTING_S", 0.1)
+    nobody = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoint="tcp://h:2")
+    world.mailbox.post([ToPeer(nobody, COMMIT)])
+    assert world.event(PeerLost) == PeerLost(PEER)
+    assert world.pipe.forgotten == [PEER]

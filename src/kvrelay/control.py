@@ -34,6 +34,7 @@ from kvrelay.types import Incarnation
 log = logging.getLogger(__name__)
 
 MAX_READ_BYTES = 32 * 2**20
+MAX_CONNECTING_S = 5.0
 MAX_UNUSED_S = 600.0  # much longer than any lease, so nothing hangs on a connection that is closed for being unused
 RETRY_S = 0.002
 
@@ -165,6 +166,7 @@ class ControlThread:
         self._clock = clock
         self._peers: dict[Incarnation, Connection] = {}
         self._used_at: dict[Incarnation, float] = {}
+        self._connecting: dict[Incarnation, float] = {}  # since when
         self._unsent: dict[Incarnation, deque[SendPayload]] = {}
         self._stopping = False
         self.failed = False
@@ -233,13 +235,20 @@ class ControlThread:
     def _hear_peer(self, incarnation: Incarnation, connection: Connection) -> None:
         for message in connection.receive():
             self._mailbox.deliver(FromPeer(incarnation, message))
-        if False in connection.changes():
-            self._forget(incarnation)
-            self._mailbox.deliver(PeerLost(incarnation))
+        changes = connection.changes()
+        if changes:
+            self._connecting.pop(incarnation, None)
+        if False in changes:
+            self._lose(incarnation)
+
+    def _lose(self, incarnation: Incarnation) -> None:
+        self._forget(incarnation)
+        self._mailbox.deliver(PeerLost(incarnation))
 
     def _forget(self, incarnation: Incarnation) -> None:
         self._peers.pop(incarnation).close()
         del self._used_at[incarnation]
+        self._connecting.pop(incarnation, None)
         self._data.forget(incarnation)
         for order in self._unsent.pop(incarnation, ()):
             self._mailbox.payload_done(len(order.payload))
@@ -275,6 +284,7 @@ class ControlThread:
         try:
             self._data.connect(peer)
             self._peers[peer.incarnation] = self._connect(peer.control_endpoint, early=True)
+            self._connecting[peer.incarnation] = self._clock()
         except WireError as error:
             log.warning("%s", error)
             self._data.forget(peer.incarnation)
@@ -301,12 +311,19 @@ class ControlThread:
         if now < self._next_beat:
             return
         self._next_beat = now + self._heartbeat_s
-        for incarnation in [peer for peer, used_at in self._used_at.items() if now - used_at > MAX_UNUSED_S]:
-            self._forget(incarnation)
+        self._tidy(now)
         if (status := self._mailbox.status) is not None:
             counters = Counter(status.counters) + self._listener.counters + self._data.counters
             for link in self._links:
                 link.send(status.model_copy(update={"counters": dict(counters)}))
+
+    def _tidy(self, now: float) -> None:
+        """Closes connections that nobody used for long, or that never came up."""
+        for incarnation in [peer for peer, used_at in self._used_at.items() if now - used_at > MAX_UNUSED_S]:
+            self._forget(incarnation)
+        for incarnation in [peer for peer, since in self._connecting.items() if now - since > MAX_CONNECTING_S]:
+            log.warning("Worker %016x cannot be reached at the address it tells others.", incarnation)
+            self._lose(incarnation)
 
     def _close(self) -> None:
         for connection in (*self._peers.values(), *(link.connection for link in self._links)):

@@ -283,7 +283,7 @@ def test_a_silent_receiver_ends_in_an_error_and_not_in_a_wait_for_ever(world: Wo
     for _ in range(12):
         world.network.clear()
         world.wait(1.0)
-    assert world.log["ended: hand_over_failed"] == 1
+    assert world.log["ended: overloaded"] == 1
     assert free_blocks(world)[0] == NUM_BLOCKS
     world.settle()
 

@@ -240,7 +240,7 @@ def test_a_silent_candidate_is_told_and_the_request_fails_at_the_deadline(sender
     offered(sender)
     actions = sender.tick(LEASE_S - MARGIN_S)
     assert kinds(actions) == [Abort, Failed]
-    assert of(actions, Failed)[0].code == "hand_over_failed"
+    assert of(actions, Failed)[0].code == "overloaded"
     assert messages(actions, Abort)[0].target == D0
 
 

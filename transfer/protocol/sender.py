@@ -313,7 +313,7 @@ class KVSender:
                 actions.append(self._drop(handover))
                 continue
             actions += self._let_go(handover, "deadline passed")
-            actions.append(self._fail(handover, HandOverFailed.code, self._deadline_fault(handover)))
+            actions.append(self._fail(handover, *self._deadline_fault(handover)))
         return actions
 
     def _abort(self, handover: Handover, reason: str) -> list[Action]:
@@ -369,10 +369,13 @@ class KVSender:
             f"prompt of {handover.num_blocks}."
         )
 
-    def _deadline_fault(self, handover: Handover) -> str:
-        return (
-            f"The KV did not reach {handover.peer.name} within the lease of {self._lease_s} s "
-            f"(it was {handover.phase}); if the prompt needs longer than that, raise --lease-s."
+    def _deadline_fault(self, handover: Handover) -> tuple[str, str]:
+        if handover.phase is Phase.OFFERED:
+            sentence = f"No decode worker took the request within {self._lease_s:g} s; try again later."
+            return Overloaded.code, sentence
+        return HandOverFailed.code, (
+            f"The KV did not reach {handover.peer.name} within the lease of {self._lease_s:g} s; if the prompt needs "
+            "longer than that, raise --lease-s."
         )
 
 
