@@ -72,6 +72,8 @@ class Sequence:
 
     `token_ids` is the prompt followed by what was generated. `num_computed_tokens` of them have their KV in the
     blocks of `block_table` (position p lies in block `block_table[p // block_size]` at offset `p % block_size`).
+    `num_cached_tokens` of the prompt were found there and never computed for it. Only sequences with the same
+    `cache_salt` share blocks; `block_hashes` names its leading full blocks, as far as that was needed.
     """
 
     key: RequestKey
@@ -84,6 +86,9 @@ class Sequence:
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     arrival: int = 0  # order of arrival at this worker, set by its scheduler
+    cache_salt: str = ""
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     @property
     def num_generated_tokens(self) -> int:

@@ -330,7 +330,7 @@ class World:
             return  # it died, and its memory with it
         for block_id in piece.target_block_ids:
             assert target.newest_grant[block_id] == piece.header.lease_id, "a remote write into another lease"
-            assert block_id in target.blocks._leased | target.blocks._revoked, "a remote write into a free block"
+            assert block_id in target.blocks._users.keys() | target.blocks._revoked, "a remote write into a free block"
         self._write(target, piece.header, piece.target_block_ids, payload)
 
     def _free(self, prefill: Prefill, key: RequestKey) -> None:
@@ -488,7 +488,7 @@ class World:
         assert owner == source, "a piece of another sender was accepted"
         assert block_ids == grant.block_ids[header.first_block : header.first_block + header.num_blocks]
         assert all(worker.newest_grant[block_id] == header.lease_id for block_id in block_ids)
-        assert worker.blocks._leased.issuperset(block_ids), "a piece for blocks that are not leased was accepted"
+        assert worker.blocks._users.keys() >= set(block_ids), "a piece for blocks that are not leased was accepted"
         running = {block_id for sequence in worker.running.values() for block_id in sequence.block_table}
         assert running.isdisjoint(block_ids), "a piece for a running sequence was accepted"
 
