@@ -11,6 +11,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, MemoryShortage
 from kvrelay.messages import Ledger, WorkerLoad
 from kvrelay.prefill.scheduler import PrefillScheduler, check_sampled
+from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, FinishReason, RequestKey, ScheduledSequence, Sequence, SequenceStatus
 
 
@@ -41,8 +42,9 @@ class DecodeScheduler:
         max_queue: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """Allocates from `blocks`, which grants use too.
+        """Allocates from `blocks`, which grants use too; `prefixes` of the same blocks, or no cache at all.
 
         A step computes at most `max_batch_tokens` tokens of at most `max_num_seqs` sequences; at most `max_queue`
         wait; no sequence grows beyond `max_model_len` tokens.
@@ -62,12 +64,14 @@ class DecodeScheduler:
         self._eos_token_ids = eos_token_ids
         self._running: list[Sequence] = []  # by arrival
         self._computing: set[Sequence] = set()  # those of _running in the batch that was handed out
+        self._prefixes = prefixes or Prefixes(blocks)
         self._prefill = PrefillScheduler(
             blocks,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=self._seats,
             max_queue=max_queue,
             reserve=lambda others: others + len(self._running),
+            prefixes=self._prefixes,
         )
 
     @property
@@ -190,8 +194,9 @@ class DecodeScheduler:
         """Makes sure that there is a block for the sequence's next token; False when there is none to be had."""
         if sequence.num_computed_tokens < len(sequence.block_table) * self._blocks.block_size:
             return True
-        if not self._blocks.num_free and not self._preempt_for(sequence):
-            return False
+        while not self._blocks.num_free:  # one that shares all of its blocks frees none
+            if not self._preempt_for(sequence):
+                return False
         sequence.block_table += self._blocks.allocate(1)
         return True
 
@@ -216,6 +221,7 @@ class DecodeScheduler:
             self._drop(sequence)
             return False
         sequence.num_computed_tokens += item.num_tokens
+        self._prefixes.publish(sequence, item.num_tokens)
         if token is None:
             return False
         sequence.token_ids.append(token)

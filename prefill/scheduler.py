@@ -11,6 +11,7 @@ from itertools import chain
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, Overloaded
 from kvrelay.messages import Ledger, WorkerLoad
+from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, RequestKey, ScheduledSequence, Sequence, SequenceStatus
 
 
@@ -18,7 +19,8 @@ class PrefillScheduler:
     """Prompts that wait, run (a part is computed) or are held (computed, and kept until someone else has their KV).
 
     A sequence gets the blocks of all its tokens before its first chunk, so one that runs never lacks a block and
-    never waits for another. Only the head of the queue may start: nothing overtakes a long prompt.
+    never waits for another. Only the head of the queue may start: nothing overtakes a long prompt. Blocks that hold
+    its beginning already are shared with whoever uses them, and only the rest is computed.
     """
 
     def __init__(
@@ -29,8 +31,9 @@ class PrefillScheduler:
         max_num_seqs: int,
         max_queue: int,
         reserve: Callable[[int], int] | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """Allocates from `blocks`, which others may use too.
+        """Allocates from `blocks`, which others may use too; `prefixes` of the same blocks, or no cache at all.
 
         A step computes at most `max_batch_tokens` tokens of at most `max_num_seqs` sequences; at most `max_queue`
         wait. `reserve(n)` is the number of blocks that must stay free when one more sequence starts beside `n` that
@@ -50,6 +53,7 @@ class PrefillScheduler:
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._reserve = reserve or _half_of(blocks.num_blocks)
+        self._prefixes = prefixes or Prefixes(blocks)
         self._num_arrived = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -194,8 +198,8 @@ class PrefillScheduler:
         """Tokens that the next step computes of each sequence: those that run first, then those that would start."""
         tokens = self._max_batch_tokens - taken
         plan: dict[Sequence, int] = {}
-        for sequence in chain(self._running, self._startable(self._max_num_seqs - taken)):
-            num_tokens = min(tokens, sequence.num_uncomputed_tokens - self._computing.get(sequence, 0))
+        for sequence, missing in chain(self._unfinished(), self._startable(self._max_num_seqs - taken)):
+            num_tokens = min(tokens, missing)
             if tokens < 1:
                 break
             if num_tokens > 0 and sequence.status is not SequenceStatus.ABORTED:
@@ -203,21 +207,37 @@ class PrefillScheduler:
                 tokens -= num_tokens
         return plan
 
-    def _startable(self, max_num_seqs: int) -> Iterator[Sequence]:
-        """Waiting sequences in order, up to the first for which there is no room."""
+    def _unfinished(self) -> Iterator[tuple[Sequence, int]]:
+        """Sequences that run, with the number of their tokens that are in no chunk yet."""
+        for sequence in self._running:
+            yield sequence, sequence.num_uncomputed_tokens - self._computing.get(sequence, 0)
+
+    def _startable(self, max_num_seqs: int) -> Iterator[tuple[Sequence, int]]:
+        """Waiting sequences in order, up to the first for which there is no room, with the tokens each must compute.
+
+        Cached blocks count as free until somebody uses them. When one starts, cached blocks may go that the next one
+        would have found; then its chunk does not reach as far, but its blocks are there all the same.
+        """
         free = self._blocks.num_free
         seats = max_num_seqs - len(self._running)
         others = len(self._running) + len(self._held)
         for sequence in self._waiting[: max(0, seats)]:
-            free -= self._need(sequence)
+            found = self._prefixes.find(sequence)
+            free -= self._need(sequence) - found.num_in_use
             if free < self._reserve(others):
                 return
             others += 1
-            yield sequence
+            yield sequence, len(sequence.token_ids) - found.num_blocks * self._blocks.block_size
 
     def _start(self, sequence: Sequence) -> None:
+        first_time = sequence.status is SequenceStatus.WAITING
         self._waiting.remove(sequence)
-        sequence.block_table = self._blocks.allocate(self._need(sequence))
+        found = self._prefixes.claim(sequence)
+        sequence.block_table = found + self._blocks.allocate(self._need(sequence) - len(found))
+        sequence.num_computed_tokens = len(found) * self._blocks.block_size
+        # What it finds after a preemption it may have computed itself.
+        most = sequence.num_computed_tokens if first_time else sequence.num_cached_tokens
+        sequence.num_cached_tokens = min(most, sequence.num_computed_tokens)
         sequence.status = SequenceStatus.RUNNING
         self._running.append(sequence)
 
@@ -228,6 +248,7 @@ class PrefillScheduler:
             self._forget(sequence)
             return False
         sequence.num_computed_tokens += item.num_tokens
+        self._prefixes.publish(sequence, item.num_tokens)
         if token is None:
             return False
         sequence.token_ids.append(token)

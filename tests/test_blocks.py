@@ -128,6 +128,19 @@ def test_a_twin_of_a_published_block_stays_its_sequences_own() -> None:
     assert (blocks.ledger.free, blocks.ledger.cached) == (1, 0)
 
 
+def test_only_blocks_in_use_are_sure_to_be_there_later() -> None:
+    """A twin's child can be in use while the block before it is only cached, and so may be evicted."""
+    blocks = BlockManager(3, 16)
+    parent, (twin, child) = blocks.allocate(1), blocks.allocate(2)
+    blocks.publish(parent, NAMES[:1])
+    blocks.publish([twin, child], NAMES[:2])
+    assert blocks.find(NAMES) == (2, 2)
+    blocks.release(parent)
+    assert blocks.find(NAMES) == (2, 0)
+    assert blocks.allocate(1) == parent
+    assert blocks.match(NAMES) == []
+
+
 def test_a_published_block_keeps_its_name_and_nothing_else_is_published() -> None:
     blocks = BlockManager(4, 16)
     leased = blocks.allocate(2)

@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.blocks import BlockManager
 from kvrelay.decode.scheduler import DecodeScheduler
 from kvrelay.errors import Overloaded
+from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
 from tests.fake_runner import (
     EOS,
@@ -29,11 +29,17 @@ USUALLY = st.sampled_from((True, True, True, False))
 class DecodeMachine(RuleBasedStateMachine):
     """Drives one scheduler and plays the receiver, whose grants come and go beside it."""
 
-    @initialize(num_blocks=st.integers(6, 10), max_batch_tokens=st.integers(1, 10), max_num_seqs=st.integers(1, 5))
-    def begin(self, num_blocks: int, max_batch_tokens: int, max_num_seqs: int) -> None:
+    @initialize(
+        num_blocks=st.integers(6, 10),
+        max_batch_tokens=st.integers(1, 10),
+        max_num_seqs=st.integers(1, 5),
+        model=st.sampled_from(("model", "model", None)),
+    )
+    def begin(self, num_blocks: int, max_batch_tokens: int, max_num_seqs: int, model: str | None) -> None:
         self.limits = (max_batch_tokens, max_num_seqs)
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.runner = FakeRunner(BLOCK_SIZE)
+        self.blocks = self.runner.new_blocks(num_blocks)
+        self.prefixes = Prefixes(self.blocks, model)
         self.scheduler = DecodeScheduler(
             self.blocks,
             max_num_seqs=max_num_seqs,
@@ -41,6 +47,7 @@ class DecodeMachine(RuleBasedStateMachine):
             max_queue=5,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
+            prefixes=self.prefixes,
         )
         self.sequences: list[Sequence] = []
         self.tokens: dict[Sequence, list[int]] = {}
@@ -52,9 +59,17 @@ class DecodeMachine(RuleBasedStateMachine):
         return [sequence for sequence in self.sequences if sequence.status in statuses]
 
     def new(self, size: int, max_tokens: int, ignore_eos: bool, attempt: int) -> Sequence:
+        """Two of five have prompts of their own, the others share one; one of those has another salt."""
         self.num_made += 1
-        name = f"r{self.num_made}"
-        return make_sequence(name, size, max_tokens=max_tokens, ignore_eos=ignore_eos, attempt=attempt)
+        return make_sequence(
+            f"r{self.num_made}",
+            size,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            attempt=attempt,
+            prompt="shared" if self.num_made % 5 > 1 else "",
+            salt="salt" if self.num_made % 5 == 2 else "",
+        )
 
     @rule(size=SIZES, max_tokens=st.just(1) | MAX_TOKENS, ignore_eos=USUALLY, attempt=st.integers(0, 1))
     def add(self, size: int, max_tokens: int, ignore_eos: bool, attempt: int) -> None:
@@ -77,12 +92,17 @@ class DecodeMachine(RuleBasedStateMachine):
         leased = sum(len(sequence.block_table) for sequence in self.granted)
         small = leased + need <= 0.3 * self.blocks.num_blocks or not self.granted
         if need <= room and len(self.granted) < seats and small:
-            sequence = self.new(size, max_tokens, ignore_eos, attempt=0)
-            sequence.block_table = self.blocks.allocate(need)
-            self.runner.write(sequence, 0, size)
-            self.granted.append(sequence)
+            self.granted.append(self.hand_over(self.new(size, max_tokens, ignore_eos, attempt=0)))
             if commit:
                 self.commit(self.granted.pop())
+
+    def hand_over(self, sequence: Sequence) -> Sequence:
+        """Blocks for a prompt; those that are not held already are written as pieces come."""
+        size = sequence.num_prompt_tokens
+        held = self.blocks.match(self.prefixes.extend([], sequence.token_ids, sequence.cache_salt))
+        sequence.block_table = held + self.blocks.allocate(self.blocks.blocks_for(size) - len(held))
+        self.runner.write(sequence, len(held) * BLOCK_SIZE, size)
+        return sequence
 
     @precondition(lambda self: self.granted)
     @rule(data=st.data(), commit=USUALLY)
@@ -95,6 +115,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def commit(self, sequence: Sequence) -> None:
         sequence.num_computed_tokens = sequence.num_prompt_tokens
+        self.prefixes.publish(sequence, sequence.num_prompt_tokens)
         sequence.token_ids.append(next_token(sequence.token_ids))
         self.scheduler.adopt(sequence)
         self.sequences.append(sequence)
@@ -170,7 +191,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:
-        check_ledger(self.blocks, self.sequences, [sequence.block_table for sequence in self.granted])
+        check_ledger(self.blocks, self.sequences, self.granted)
 
     @invariant()
     def load_is_what_is_there(self) -> None:

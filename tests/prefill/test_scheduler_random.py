@@ -4,9 +4,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.blocks import BlockManager
 from kvrelay.errors import ContextLengthExceeded, Overloaded
 from kvrelay.prefill.scheduler import PrefillScheduler
+from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
 from tests.fake_runner import FakeRunner, check_batch, check_ledger, make_sequence, next_token
 
@@ -17,13 +17,22 @@ NAMES = "abcdef"
 class PrefillMachine(RuleBasedStateMachine):
     """Drives one scheduler; the forward is separate from its planning, so that anything can happen in between."""
 
-    @initialize(num_blocks=st.integers(1, 12), max_batch_tokens=st.integers(1, 12), max_num_seqs=st.integers(1, 4))
-    def begin(self, num_blocks: int, max_batch_tokens: int, max_num_seqs: int) -> None:
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        max_batch_tokens=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 4),
+        model=st.sampled_from(("model", "model", None)),
+    )
+    def begin(self, num_blocks: int, max_batch_tokens: int, max_num_seqs: int, model: str | None) -> None:
         self.limits = (max_batch_tokens, max_num_seqs)
-        self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.runner = FakeRunner(BLOCK_SIZE)
+        self.blocks = self.runner.new_blocks(num_blocks)
         self.scheduler = PrefillScheduler(
-            self.blocks, max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, max_queue=5
+            self.blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            max_queue=5,
+            prefixes=Prefixes(self.blocks, model),
         )
         self.sequences: list[Sequence] = []
         self.offered: list[Sequence] = []
@@ -33,9 +42,15 @@ class PrefillMachine(RuleBasedStateMachine):
     def having(self, status: SequenceStatus) -> list[Sequence]:
         return [sequence for sequence in self.sequences if sequence.status is status]
 
-    @rule(name=st.sampled_from(NAMES), attempt=st.integers(0, 2), size=st.integers(1, 52))
-    def add(self, name: str, attempt: int, size: int) -> None:
-        sequence = make_sequence(name, size, attempt=attempt)
+    @rule(
+        name=st.sampled_from(NAMES),
+        attempt=st.integers(0, 2),
+        size=st.integers(1, 52),
+        prompt=st.sampled_from(("", "shared", "shared", "other")),
+        salt=st.sampled_from(("", "", "salt")),
+    )
+    def add(self, name: str, attempt: int, size: int, prompt: str, salt: str) -> None:
+        sequence = make_sequence(name, size, attempt=attempt, prompt=prompt, salt=salt)
         try:
             self.scheduler.add(sequence)
         except ContextLengthExceeded:
@@ -96,6 +111,17 @@ class PrefillMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_in_one_place(self) -> None:
         check_ledger(self.blocks, self.sequences)
+
+    @invariant()
+    def what_is_sent_is_what_was_computed(self) -> None:
+        for sequence in self.having(SequenceStatus.HELD):
+            self.runner.read(sequence, sequence.num_prompt_tokens)
+
+    @invariant()
+    def cached_tokens_are_those_of_full_blocks_and_never_all(self) -> None:
+        for sequence in self.sequences:
+            assert sequence.num_cached_tokens % BLOCK_SIZE == 0
+            assert sequence.num_cached_tokens < sequence.num_prompt_tokens
 
     @invariant()
     def held_ones_have_at_most_half_unless_alone(self) -> None:
