@@ -192,6 +192,7 @@ class DecodeWorker(Worker):
             index=token.index,
             token_id=token.token_id,
             finish_reason=token.finish_reason,
+            cached_tokens=token.sequence.num_cached_tokens if token.index == 0 else 0,
         )
         self._outputs.add(output, self._clock())
         if token.finish_reason:

@@ -51,6 +51,9 @@ class PrefillWorker(Worker):
         for sequence in self._scheduler.to_offer():
             _, request = self._requests[sequence.key]
             self._do(self._sender.offer(sequence, request.candidates, request.num_samples, self._clock()))
+        for item in batch.scheduled:
+            if 0 < item.sequence.num_cached_tokens == item.sequence.num_computed_tokens:  # its first chunk
+                self._sender.found(item.sequence.key, item.sequence.num_cached_tokens)
         return batch
 
     def compute(self, batch: Batch) -> list[int | None]:
@@ -168,6 +171,7 @@ class PrefillWorker(Worker):
             index=0,
             token_id=token_id,
             finish_reason=self._finish_reason(sequence),
+            cached_tokens=sequence.num_cached_tokens,
         )
         self._outputs.add(output, self._clock())
         self.report([(sequence.gateway, output)])

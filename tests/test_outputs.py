@@ -42,6 +42,14 @@ def test_tokens_come_back_from_any_index_with_the_reason_on_the_last() -> None:
     assert [store.resend(KEY, 0, index) for index in range(5)] == [sent, sent[1:], sent[2:], [], []]
 
 
+def test_the_first_token_tells_again_what_was_cached() -> None:
+    store = OutputStore(keep_s=10, max_requests=4)
+    sent = [token(0).model_copy(update={"cached_tokens": 16}), token(1)]
+    for output in [*sent, token(0)]:
+        store.add(output, now=0.0)
+    assert store.resend(KEY, 0, 0) == sent
+
+
 def test_unknown_is_not_the_same_as_nothing_yet() -> None:
     """An unknown request id must not be answered as if it were done."""
     store = OutputStore(keep_s=10, max_requests=4)

@@ -16,6 +16,7 @@ from kvrelay.types import FinishReason, Incarnation, KVLayout, RequestKey, Role,
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
+CacheSalt = Annotated[str, Field(max_length=256)]
 MAX_LISTED_ERRORS = 100
 
 # The first item that is wrong ends a list: noting what is wrong with each of a million takes minutes and gigabytes.
@@ -65,7 +66,10 @@ class Peer(Wire):
 
 
 class TokenOutput(Wire):
-    """Generated token `index` of one sample; the last one says why the sample ended."""
+    """Generated token `index` of one sample; the last one says why the sample ended.
+
+    The first one tells how many tokens of the prompt were found in a cache and not computed.
+    """
 
     request_id: Name
     attempt: Count
@@ -73,6 +77,7 @@ class TokenOutput(Wire):
     index: Count
     token_id: TokenId
     finish_reason: FinishReason | None = None
+    cached_tokens: Count = 0
 
     @property
     def key(self) -> RequestKey:
@@ -188,11 +193,12 @@ class GatewayHello(Message):
 
 
 class AboutPrompt(AboutRequest):
-    """What a worker must know to compute a prompt."""
+    """What a worker must know to compute a prompt. KV is shared only between prompts with the same `cache_salt`."""
 
     prompt_token_ids: TokenIds = Field(min_length=1)
     params: SamplingParams
     num_samples: int = Field(default=1, ge=1, le=128)
+    cache_salt: CacheSalt = ""
 
 
 class PrefillRequest(AboutPrompt):
@@ -253,11 +259,15 @@ class KVOffer(AboutPrompt):
 
 
 class KVCommit(AboutRequest):
-    """Every piece was sent; `first_token_ids` holds one token for each sample."""
+    """Every piece was sent; `first_token_ids` holds one token for each sample.
+
+    `cached_tokens` is what TokenOutput says with the first token, should the receiver have to tell that again.
+    """
 
     kind: Literal["kv_commit"] = "kv_commit"
     lease_id: LeaseId
     first_token_ids: TokenIds = Field(min_length=1, max_length=128)
+    cached_tokens: Count = 0
 
 
 class KVReleased(Message):

@@ -10,6 +10,7 @@ from kvrelay.types import FinishReason, RequestKey
 class _Sample:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -75,6 +76,8 @@ class OutputStore:
             )
         sample.token_ids.append(output.token_id)
         sample.finish_reason = output.finish_reason
+        if output.index == 0:
+            sample.cached_tokens = output.cached_tokens
         if all(each.finish_reason for each in kept.samples.values()):
             kept.finished_at = now
 
@@ -83,17 +86,18 @@ class OutputStore:
         kept = self._kept.get(key)
         if kept is None or sample not in kept.samples:
             return None
-        token_ids, reason = kept.samples[sample].token_ids, kept.samples[sample].finish_reason
+        known = kept.samples[sample]
         return [
             TokenOutput(
                 request_id=key.request_id,
                 attempt=key.attempt,
                 sample=sample,
                 index=index,
-                token_id=token_ids[index],
-                finish_reason=reason if index == len(token_ids) - 1 else None,
+                token_id=known.token_ids[index],
+                finish_reason=known.finish_reason if index == len(known.token_ids) - 1 else None,
+                cached_tokens=known.cached_tokens if index == 0 else 0,
             )
-            for index in range(from_index, len(token_ids))
+            for index in range(from_index, len(known.token_ids))
         ]
 
     def ack(self, key: RequestKey) -> None:

@@ -149,6 +149,7 @@ class Worker(ABC):
             params=request.params,
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
+            cache_salt=request.cache_salt,
         )
 
     def _try_compute(self, batch: Batch) -> list[int | None]:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from kvrelay.blocks import BlockManager
 from kvrelay.messages import Message, Peer
+from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.actions import Action, Send, SendPiece
 from kvrelay.transfer.protocol.receiver import KVReceiver
 from kvrelay.transfer.protocol.sender import KVSender
@@ -37,7 +38,13 @@ def new_sender(incarnation: int, *, max_piece_bytes: int = 2**20) -> KVSender:
 
 
 def new_receiver(
-    incarnation: int, blocks: BlockManager, *, one_sided: bool = False, max_queue: int = 4, max_model_len: int = 30
+    incarnation: int,
+    blocks: BlockManager,
+    *,
+    one_sided: bool = False,
+    max_queue: int = 4,
+    max_model_len: int = 30,
+    prefixes: Prefixes | None = None,
 ) -> KVReceiver:
     """A receiver with the tests' settings."""
     return KVReceiver(
@@ -49,6 +56,7 @@ def new_receiver(
         max_queue=max_queue,
         max_lease_s=LEASE_S,
         one_sided=one_sided,
+        prefixes=prefixes,
     )
 
 
@@ -60,8 +68,11 @@ def new_peer(incarnation: int, name: str = "d0") -> Peer:
 def new_sequence(
     key: RequestKey, num_prompt_tokens: int, block_table: Iterable[int] = (), gateway: int = GATEWAY
 ) -> Sequence:
-    """A sequence whose prompt is all its own."""
-    start = int.from_bytes(hashlib.blake2b(key.request_id.encode(), digest_size=3).digest(), "little")
+    """A sequence whose prompt is all its own, unless its name is like "shared.7" or "salted.7".
+
+    Those all begin alike, but have one salt or the other.
+    """
+    start = int.from_bytes(hashlib.blake2b(_story(key).encode(), digest_size=3).digest(), "little")
     return Sequence(
         key=key,
         sample=0,
@@ -70,12 +81,23 @@ def new_sequence(
         token_ids=[start + i for i in range(num_prompt_tokens)],
         num_prompt_tokens=num_prompt_tokens,
         block_table=list(block_table),
+        cache_salt=_salt(key),
     )
 
 
-def true_kv(key: RequestKey, layer: int, block: int) -> bytes:
-    """What block `block` of this very attempt holds in this layer, and nothing else does."""
-    name = f"{key.request_id}/{key.attempt}/{layer}/{block}".encode()
+def _story(key: RequestKey) -> str:
+    return "the same" if "." in key.request_id else key.request_id
+
+
+def _salt(key: RequestKey) -> str:
+    return "salt" if key.request_id.startswith("salted.") else ""
+
+
+def true_kv(key: RequestKey, layer: int, block: int, num_prompt_tokens: int) -> bytes:
+    """What a block holds in this layer: if it is full, the same for all that begin alike, else this attempt's own."""
+    full = (block + 1) * LAYOUT.block_size <= num_prompt_tokens
+    whose = f"{_story(key)}/{_salt(key)}" if full else f"{key.request_id}/{key.attempt}"
+    name = f"{whose}/{layer}/{block}".encode()
     return hashlib.blake2b(name, digest_size=LAYOUT.block_bytes).digest()
 
 

@@ -156,3 +156,5 @@ def test_a_quiet_world_hands_everything_over(one_sided: bool) -> None:
     world.settle()
     assert world.log["adopted"] == world.log["handed over"] == world.log["ended: finished"] == len(world.endings)
     assert world.log["adopted"] >= 30
+    assert world.log["found by prefill"] > 30
+    assert world.log["found by decode"] > 30

@@ -2,10 +2,12 @@
 
 It has a virtual clock that runs at another speed in each process. Whatever happens, it checks what must always hold:
 no block is lost; a piece lands only in blocks under the live lease it names; a sequence is adopted only with exactly
-the bytes that its sender computed, and once; an attempt is not both failed and adopted.
+the bytes that its sender computed, and once; an attempt is not both failed and adopted. Both ends have prefix caches,
+and two of three requests begin alike: every block, found or sent, must hold what its prefix and its salt say.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrelay.blocks import BlockManager
@@ -25,6 +27,7 @@ from kvrelay.messages import (
     decode,
     encode,
 )
+from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.actions import (
     Action,
     Adopt,
@@ -39,6 +42,7 @@ from kvrelay.transfer.protocol.actions import (
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, PieceHeader, is_intact, pack, seal, unpack
 from kvrelay.types import RequestKey, Sequence
 from tests.transfer.nouns import (
+    FINGERPRINT,
     GATEWAY,
     LAYOUT,
     LEASE_S,
@@ -66,7 +70,7 @@ class Flight:
 
 @dataclass
 class Job:
-    """A prompt in a prefill worker: `steps` of (layer, tokens) are left to compute."""
+    """A prompt in a prefill worker: `steps` of (layer, tokens) are left to compute; some tokens were there before."""
 
     sequence: Sequence
     steps: list[tuple[int, int]]
@@ -88,6 +92,7 @@ class Prefill:
     def __post_init__(self) -> None:
         self.sender = new_sender(self.incarnation, max_piece_bytes=32)
         self.blocks = BlockManager(NUM_BLOCKS, LAYOUT.block_size)
+        self.prefixes = Prefixes(self.blocks, FINGERPRINT)
 
 
 @dataclass
@@ -106,7 +111,8 @@ class Decode:
 
     def __post_init__(self) -> None:
         self.blocks = BlockManager(NUM_BLOCKS, LAYOUT.block_size)
-        self.receiver = new_receiver(self.incarnation, self.blocks, one_sided=self.one_sided)
+        prefixes = Prefixes(self.blocks, FINGERPRINT)
+        self.receiver = new_receiver(self.incarnation, self.blocks, one_sided=self.one_sided, prefixes=prefixes)
 
     @property
     def peer(self) -> Peer:
@@ -194,7 +200,7 @@ class World:
     def request(self, prefill_index: int, num_tokens: int, first_choice: int) -> str | None:
         """A new request, or None if the prefill worker has no room for its prompt."""
         self._next_request += 1
-        request_id = f"r{self._next_request}"
+        request_id = f"{('', 'shared.', 'shared.', 'salted.')[self._next_request % 4]}r{self._next_request}"
         return request_id if self._try(request_id, 1, prefill_index, num_tokens, first_choice) else None
 
     def retry(self, request_id: str, prefill_index: int, num_tokens: int, first_choice: int) -> None:
@@ -206,14 +212,12 @@ class World:
 
     def _try(self, request_id: str, attempt: int, prefill_index: int, num_tokens: int, first_choice: int) -> bool:
         prefill = self.prefills[prefill_index]
-        if LAYOUT.num_blocks(num_tokens) > prefill.blocks.num_free:
-            return False
         key = RequestKey(request_id, attempt)
-        block_ids = prefill.blocks.allocate(LAYOUT.num_blocks(num_tokens))
-        sequence = new_sequence(key, num_tokens, block_ids)
-        for layer in range(LAYOUT.num_layers):
-            prefill.memory.update({(layer, block_id): b"\xee" * LAYOUT.block_bytes for block_id in block_ids})
-        middle = num_tokens // 2
+        sequence = new_sequence(key, num_tokens)
+        if LAYOUT.num_blocks(num_tokens) - prefill.prefixes.find(sequence).num_in_use > prefill.blocks.num_free:
+            return False
+        self._start(prefill, sequence)
+        middle = (sequence.num_cached_tokens + num_tokens) // 2
         steps = [(layer, end) for end in (middle, num_tokens) for layer in range(LAYOUT.num_layers)]
         prefill.jobs[key] = Job(sequence, steps)
         self.attempt_of[request_id] = attempt
@@ -221,7 +225,17 @@ class World:
         self.open.add(request_id)
         candidates = (self.decodes[first_choice].peer, self.decodes[1 - first_choice].peer)
         self.do_prefill(prefill, prefill.sender.offer(sequence, candidates, 1, self.clock(prefill)))
+        prefill.sender.found(key, sequence.num_cached_tokens)
         return True
+
+    def _start(self, prefill: Prefill, sequence: Sequence) -> None:
+        """What a prefill scheduler does: blocks that are there already, and others that hold nothing yet."""
+        found = prefill.prefixes.claim(sequence)
+        fresh = prefill.blocks.allocate(LAYOUT.num_blocks(sequence.num_prompt_tokens) - len(found))
+        sequence.block_table = found + fresh
+        sequence.num_computed_tokens = sequence.num_cached_tokens = len(found) * LAYOUT.block_size
+        _wipe(prefill.memory, fresh, b"\xee")
+        self.log["found by prefill"] += len(found)
 
     def abort(self, request_id: str) -> None:
         """The gateway ends a request; its Aborts go over the same bad network."""
@@ -257,11 +271,12 @@ class World:
             return
         key = job.sequence.key
         layer, num_tokens = job.steps.pop(0)
-        for block in range(LAYOUT.num_blocks(num_tokens)):
-            full = (block + 1) * LAYOUT.block_size <= num_tokens or num_tokens == job.sequence.num_prompt_tokens
-            content = true_kv(key, layer, block) if full else b"\xdd" * LAYOUT.block_bytes
-            prefill.memory[layer, job.sequence.block_table[block]] = content
+        self._write_layer(prefill, job.sequence, layer, num_tokens)
         prefill.sender.advance(key, layer, num_tokens)
+        if layer == LAYOUT.num_layers - 1:
+            num_new = num_tokens - job.sequence.num_computed_tokens
+            job.sequence.num_computed_tokens = num_tokens
+            prefill.prefixes.publish(job.sequence, num_new)
         if job.steps:
             return
         if prefill.mayfly:
@@ -271,6 +286,14 @@ class World:
             self._free(prefill, key)
         else:
             self.do_prefill(prefill, prefill.sender.commit(key, (key.attempt,), self.clock(prefill)))
+
+    def _write_layer(self, prefill: Prefill, sequence: Sequence, layer: int, num_tokens: int) -> None:
+        """The forward writes the blocks from the first uncomputed token to the chunk's end."""
+        first = sequence.num_computed_tokens // LAYOUT.block_size
+        for block in range(first, LAYOUT.num_blocks(num_tokens)):
+            full = (block + 1) * LAYOUT.block_size <= num_tokens or num_tokens == sequence.num_prompt_tokens
+            content = true_kv(sequence.key, layer, block, sequence.num_prompt_tokens)
+            prefill.memory[layer, sequence.block_table[block]] = content if full else b"\xdd" * LAYOUT.block_bytes
 
     def push(self, prefill_index: int, max_bytes: int) -> None:
         """A prefill worker's transport has room for some payload."""
@@ -338,9 +361,7 @@ class World:
         job = prefill.jobs.pop(key, None)
         if job is not None:
             prefill.blocks.release(job.sequence.block_table)
-            for layer in range(LAYOUT.num_layers):
-                for block_id in job.sequence.block_table:
-                    prefill.memory[layer, block_id] = b"\xff" * LAYOUT.block_bytes
+            _wipe(prefill.memory, set(job.sequence.block_table) & set(prefill.blocks._free), b"\xff")
 
     # decode workers
 
@@ -383,14 +404,22 @@ class World:
         match action.message:
             case KVGrant() as grant:
                 assert isinstance(action.peer, int)
+                if grant.lease_id not in worker.grants:
+                    self._note_new_grant(worker, grant)
                 worker.grants.setdefault(grant.lease_id, (grant, action.peer))
                 assert worker.grants[grant.lease_id] == (grant, action.peer), "the same lease, two grants"
-                for block_id in grant.block_ids:
+                for block_id in grant.block_ids[grant.held_blocks :]:
                     newest = worker.newest_grant.get(block_id, grant.lease_id)
                     assert newest.counter <= grant.lease_id.counter, "an old lease's blocks are given to another"
                     worker.newest_grant[block_id] = grant.lease_id
             case message:
                 assert isinstance(message, KVRefusal | KVAck | KVReject)
+
+    def _note_new_grant(self, worker: Decode, grant: KVGrant) -> None:
+        """Blocks that are said to be held are not looked at before they are adopted; the others hold nothing now."""
+        assert worker.blocks._users.keys() >= set(grant.block_ids)
+        _wipe(worker.memory, grant.block_ids[grant.held_blocks :], b"\xcc")
+        self.log["found by decode"] += grant.held_blocks
 
     def _adopt(self, worker: Decode, sequence: Sequence, peer: int) -> None:
         key = sequence.key
@@ -402,7 +431,8 @@ class World:
         assert sequence.token_ids == [*new_sequence(key, sequence.num_prompt_tokens).token_ids, key.attempt]
         for layer in range(LAYOUT.num_layers):
             for index, block_id in enumerate(sequence.block_table):
-                assert worker.memory.get((layer, block_id)) == true_kv(key, layer, index), f"wrong KV for {key}"
+                expected = true_kv(key, layer, index, sequence.num_prompt_tokens)
+                assert worker.memory.get((layer, block_id)) == expected, f"wrong KV for {key}"
         self.adopted[key] += 1
         assert self.adopted[key] == 1, f"{key} was adopted twice"
         self.log["adopted"] += 1
@@ -535,13 +565,13 @@ class World:
         for prefill in self.prefills:
             ledger = prefill.blocks.ledger
             assert ledger.conserved
-            assert ledger.leased == sum(len(job.sequence.block_table) for job in prefill.jobs.values())
+            assert ledger.leased == len(_all_of(job.sequence.block_table for job in prefill.jobs.values()))
             assert prefill.sender.num_handovers <= len(prefill.jobs)
         for worker in self.decodes:
             ledger, receiver = worker.blocks.ledger, worker.receiver
             assert ledger.conserved
-            running = sum(len(sequence.block_table) for sequence in worker.running.values())
-            assert ledger.leased == running + receiver.num_uncommitted_blocks
+            running = [sequence.block_table for sequence in worker.running.values()]
+            assert ledger.leased == len(_all_of([*running, *(lease.block_ids for lease in receiver._leases)]))
             assert self.one_sided or ledger.revoked == 0
             assert receiver.num_uncommitted_blocks <= 0.3 * NUM_BLOCKS or receiver.num_leases == 1
             assert receiver.num_waiting <= 4
@@ -570,10 +600,19 @@ class World:
 
     def _check_idle(self) -> None:
         for prefill in self.prefills:
-            assert prefill.blocks.num_free == NUM_BLOCKS
+            assert prefill.blocks.num_free == NUM_BLOCKS, prefill.blocks.ledger
             assert not prefill.sender.has_pending
             assert prefill.sender.next_deadline() is None
         for worker in self.decodes:
             assert worker.blocks.num_free == NUM_BLOCKS, worker.blocks.ledger
             assert (worker.receiver.num_waiting, worker.receiver.num_leases) == (0, 0)
             assert worker.receiver.next_deadline() is None
+
+
+def _wipe(memory: Memory, block_ids: Iterable[int], filler: bytes) -> None:
+    for block_id in block_ids:
+        memory.update({(layer, block_id): filler * LAYOUT.block_bytes for layer in range(LAYOUT.num_layers)})
+
+
+def _all_of(tables: Iterable[Iterable[int]]) -> set[int]:
+    return {block_id for table in tables for block_id in table}

@@ -118,6 +118,7 @@ class Handover:
             prompt_token_ids=self.prompt,
             params=self.sequence.params,
             num_samples=self.num_samples,
+            cache_salt=self.sequence.cache_salt,
             gateway=self.sequence.gateway,
             fingerprint=fingerprint,
             layout=layout,
@@ -133,4 +134,5 @@ class Handover:
             attempt=self.key.attempt,
             lease_id=grant.lease_id,
             first_token_ids=self.first_token_ids,
+            cached_tokens=self.sequence.num_cached_tokens,
         )

@@ -19,14 +19,21 @@ class Unfit(StrEnum):
 
 @dataclass(slots=True)
 class Lease:
-    """Blocks reserved for one attempt until `until` (receiver's clock). Bit i of a mask is block i of the sequence."""
+    """Blocks reserved for one attempt until `until` (receiver's clock). Bit i of a mask is block i of the sequence.
+
+    The first `held_blocks` of them are shared with others and may not be written. `block_hashes` names the full
+    blocks. `num_taken` blocks were free or cached before.
+    """
 
     lease_id: LeaseId
     offer: KVOffer
     block_ids: tuple[int, ...]
     until: float
     held_blocks: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_taken: int = 0
     first_token_ids: tuple[int, ...] = ()  # known once the Commit is here
+    cached_tokens: int = 0  # and so is this
     accepted: list[int] = field(default_factory=list)  # per layer
     landed: list[int] = field(default_factory=list)  # per layer
 
@@ -101,6 +108,9 @@ class Lease:
             block_table=list(self.block_ids),
             num_computed_tokens=num_prompt_tokens,
             status=SequenceStatus.RUNNING,
+            cache_salt=self.offer.cache_salt,
+            block_hashes=self.block_hashes,
+            num_cached_tokens=self.cached_tokens,
         )
 
 

@@ -1,11 +1,14 @@
 """The receiver's leases and their blocks: the one place where blocks of a hand-over change state in the ledger.
 
-  grant                adopt (whole, committed)
+  grant                adopt (whole, committed): full blocks are published
 ──────▶ live ─────────────────────────────────▶ the scheduler's
           │ end, sender can not write any more
           ├────────────────────────────────────▶ free
           │ end, sender writes by itself and may still do so
           └──▶ revoked ──▶ free   (KVReleased, or the sender's observed exit)
+
+Blocks that hold the beginning of the prompt already are shared with others who use them, from the grant on. No sender
+may write them, so they are never revoked.
 """
 
 from collections.abc import Iterator
@@ -46,8 +49,8 @@ class Leases:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks under live leases: granted and not yet adopted."""
-        return sum(len(lease.block_ids) for lease in self._live.values())
+        """Blocks under live leases, granted and not yet adopted, that were nobody's when they were granted."""
+        return sum(lease.num_taken for lease in self._live.values())
 
     @property
     def revoked(self) -> list[Revoked]:
@@ -63,18 +66,31 @@ class Leases:
         """The live lease of that name."""
         return self._live.get(lease_id.counter) if lease_id.incarnation == self._incarnation else None
 
-    def grant(self, offer: KVOffer, count: int, now: float) -> Lease:
-        """A new lease of `count` blocks. The caller has made sure that they are free."""
+    def grant(self, offer: KVOffer, block_hashes: list[bytes], now: float) -> Lease:
+        """A new lease. The caller has made sure that what is not found by `block_hashes` is free."""
         lease_id = LeaseId(self._incarnation, self._next_counter)
         self._next_counter += 1
-        lease = Lease(lease_id, offer, tuple(self._blocks.allocate(count)), until=now + offer.lease_s)
+        num_free = self._blocks.num_free
+        held = self._blocks.match(block_hashes)
+        fresh = self._blocks.allocate(self._blocks.blocks_for(len(offer.prompt_token_ids)) - len(held))
+        lease = Lease(
+            lease_id,
+            offer,
+            (*held, *fresh),
+            until=now + offer.lease_s,
+            held_blocks=len(held),
+            block_hashes=block_hashes,
+            num_taken=num_free - self._blocks.num_free,
+        )
         self._live[lease_id.counter] = lease
         self._counter_of[offer.request_id] = lease_id.counter
         return lease
 
     def adopt(self, lease: Lease) -> None:
-        """The lease is over and its blocks, still leased in the ledger, are the scheduler's."""
+        """The lease is over and its blocks, still leased in the ledger, are the scheduler's and can be found."""
         self._remove(lease)
+        fresh = slice(lease.held_blocks, len(lease.block_hashes))
+        self._blocks.publish(lease.block_ids[fresh], lease.block_hashes[fresh])
 
     def end(self, lease: Lease, reason: RejectReason, ask_at: float, *, sender_done: bool = False) -> None:
         """The lease is over without a sequence: its blocks become free, or revoked while the sender may write."""
@@ -82,7 +98,8 @@ class Leases:
         if sender_done or lease.is_committed or not self._one_sided:
             self._blocks.release(lease.block_ids)
             return
-        self._blocks.revoke(lease.block_ids)
+        self._blocks.release(lease.block_ids[: lease.held_blocks])
+        self._blocks.revoke(lease.block_ids[lease.held_blocks :])
         self._revoked[lease.lease_id.counter] = Revoked(lease, reason, ask_at)
 
     def confirm(self, lease_id: LeaseId, sender: int) -> bool:
@@ -91,7 +108,7 @@ class Leases:
         if revoked is None or lease_id != revoked.lease.lease_id or sender != revoked.lease.sender:
             return False
         del self._revoked[lease_id.counter]
-        self._blocks.confirm(revoked.lease.block_ids)
+        self._blocks.confirm(revoked.lease.block_ids[revoked.lease.held_blocks :])
         return True
 
     def confirm_all(self, sender: int) -> None:

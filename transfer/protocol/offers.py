@@ -1,6 +1,6 @@
 """Offers that wait for room: a bounded queue, first come first served."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.messages import KVOffer, RefusalReason
 from kvrelay.transfer.protocol.admission import Admission, Refusal
@@ -8,10 +8,11 @@ from kvrelay.transfer.protocol.admission import Admission, Refusal
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An offer in the queue; when `until` comes, its sender has given up."""
+    """An offer in the queue; when `until` comes, its sender has given up. `block_hashes` are filled in when needed."""
 
     offer: KVOffer
     until: float
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 class Offers:

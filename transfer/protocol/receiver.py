@@ -30,6 +30,7 @@ from kvrelay.messages import (
     RefusalReason,
     RejectReason,
 )
+from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
 from kvrelay.transfer.protocol.admission import Admission
 from kvrelay.transfer.protocol.answers import Answers, Ended
@@ -60,15 +61,18 @@ class KVReceiver:
         one_sided: bool = False,
         uncommitted_share: float = 0.3,
         max_remembered: int = 2**16,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """Starts with nothing granted. `uncommitted_share` is the part of all blocks that open leases may hold.
 
+        `prefixes` of the same blocks says what need not be sent; without them that is nothing.
         `one_sided`: senders write into granted blocks by themselves, so that a lease that ends leaves them revoked.
         """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
         self._layout = layout
         self._blocks = blocks
+        self._prefixes = prefixes or Prefixes(blocks)
         self._answers = Answers(incarnation, self.counters)
         self._max_uncommitted = int(uncommitted_share * blocks.num_blocks)
         admission = Admission(layout, fingerprint, blocks.num_blocks, max_model_len, max_lease_s)
@@ -90,7 +94,7 @@ class KVReceiver:
 
     @property
     def num_uncommitted_blocks(self) -> int:
-        """Blocks under those leases."""
+        """Blocks under those leases that were nobody's when they were granted."""
         return self._leases.num_blocks
 
     # what comes over the wire
@@ -158,7 +162,7 @@ class KVReceiver:
             return self._fail(lease, RejectReason.CORRUPT, "The commit does not hold one token for each sample.", now)
         if lease.is_committed:
             return self._ignore("repeated_commit")
-        lease.first_token_ids = commit.first_token_ids
+        lease.first_token_ids, lease.cached_tokens = commit.first_token_ids, commit.cached_tokens
         return self._adopt_if_whole(lease, now)
 
     def _on_late_commit(self, peer: int, commit: KVCommit, now: float) -> list[Action]:
@@ -240,13 +244,15 @@ class KVReceiver:
         """Grants waiting offers, first come first served, into the room the scheduler has; none is passed over."""
         actions = self._end_overdue(now)
         while max_sequences > 0 and (waiting := self._offers.first):
-            count = self._layout.num_blocks(len(waiting.offer.prompt_token_ids))
+            offer = waiting.offer
+            hashes = self._prefixes.extend(waiting.block_hashes, offer.prompt_token_ids, offer.cache_salt)
+            count = self._layout.num_blocks(len(offer.prompt_token_ids)) - self._blocks.find(hashes).num_in_use
             if count > min(max_blocks, self._blocks.num_free) or not self._may_be_uncommitted(count):
                 break
             self._offers.remove(waiting)
-            lease = self._leases.grant(waiting.offer, count, now)
+            lease = self._leases.grant(offer, hashes, now)
             actions.append(Send(lease.sender, lease.grant(self.incarnation)))
-            max_blocks, max_sequences = max_blocks - count, max_sequences - 1
+            max_blocks, max_sequences = max_blocks - lease.num_taken, max_sequences - 1
         return actions
 
     def abort(self, key: RequestKey, now: float) -> list[Action]:
@@ -383,8 +389,7 @@ class KVReceiver:
         return ended.attempt if ended else None
 
     def _may_be_uncommitted(self, count: int) -> bool:
-        open_blocks = self._leases.num_blocks
-        return open_blocks == 0 or open_blocks + count <= self._max_uncommitted
+        return not len(self._leases) or self._leases.num_blocks + count <= self._max_uncommitted
 
     def _ignore(self, reason: str) -> list[Action]:
         self.counters[reason] += 1

@@ -117,6 +117,11 @@ class KVSender:
         if handover := self._handovers.get(key):
             handover.note_written(layer, num_tokens // self._layout.block_size)
 
+    def found(self, key: RequestKey, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` prompt tokens was there before the prompt came, in every layer."""
+        for layer in range(self._layout.num_layers):
+            self.advance(key, layer, num_tokens)
+
     def commit(self, key: RequestKey, first_token_ids: tuple[int, ...], now: float) -> list[Action]:
         """The whole prompt is computed in every layer: the partly filled block may go, then the KVCommit.
 
