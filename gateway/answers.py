@@ -18,13 +18,13 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def usage(num_prompt_tokens: int, num_generated_tokens: int) -> dict[str, Any]:
-    """Exact numbers of tokens. None is cached yet: prefixes are not shared between requests."""
+def usage(num_prompt_tokens: int, num_generated_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Exact numbers of tokens. Cached ones are those of the prompt that were found in a cache and not computed."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_generated_tokens,
         "total_tokens": num_prompt_tokens + num_generated_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
 
 
@@ -51,13 +51,14 @@ class AnswerShape:
     with_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, pieces: Sequence[Piece], reason: FinishReason | None) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece], reason: FinishReason | None, num_cached_tokens: int) -> dict[str, Any]:
         """The answer in one object."""
         text = "".join(piece.text for piece in pieces)
         content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
         choice = self._choice(content, [piece.token_id for piece in pieces], reason, first=True)
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": [choice], "usage": usage(len(self.prompt_token_ids), len(pieces))}
+        counted = usage(len(self.prompt_token_ids), len(pieces), num_cached_tokens)
+        return {**self._head(kind), "choices": [choice], "usage": counted}
 
     def chunk(self, piece: Piece, *, first: bool) -> dict[str, Any]:
         """The event of one token."""
@@ -65,9 +66,9 @@ class AnswerShape:
         content = {"delta": delta} if self.chat else {"text": piece.text}
         return self._event([self._choice(content, [piece.token_id], piece.finish_reason, first=first)])
 
-    def last(self, num_generated_tokens: int) -> dict[str, Any]:
+    def last(self, num_generated_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
         """The event after the last token, if usage was asked for."""
-        return {**self._event([]), "usage": usage(len(self.prompt_token_ids), num_generated_tokens)}
+        return {**self._event([]), "usage": usage(len(self.prompt_token_ids), num_generated_tokens, num_cached_tokens)}
 
     def shows(self, piece: Piece, *, first: bool) -> bool:
         """False for a token that would be an empty event: half of a character, or of a stop string."""

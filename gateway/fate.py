@@ -264,6 +264,7 @@ class Fate:
             "prompt_token_ids": asked.prompt_token_ids,
             "params": asked.params,
             "num_samples": asked.num_samples,
+            "cache_salt": asked.cache_salt,
         }
         if route.local:
             return GenerateRequest(**about)

@@ -16,6 +16,7 @@ class Submission:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     num_samples: int = 1
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -127,9 +128,13 @@ class Flight:
         return self.may_decode(peer) or (self.holder is None and peer == self.route.first)
 
     def is_possible(self, output: TokenOutput, peer: Incarnation) -> bool:
-        """False for a token that this worker cannot have made: a first worker that does not decode makes one."""
+        """False for a token that this worker cannot have made: a first worker that does not decode makes one.
+
+        Nor can the whole prompt have been cached, since its last token was computed, nor a part of it with a later one.
+        """
         within = output.sample < len(self.samples) and output.index < self.submission.params.max_tokens
-        return within and (output.index == 0 or self.may_decode(peer))
+        countable = output.cached_tokens < (1 if output.index else self._num_prompt_tokens)
+        return within and countable and (output.index == 0 or self.may_decode(peer))
 
     def decodes_at(self, peer: Incarnation, ask_at: float) -> None:
         """The holder is known; from `ask_at` on its silence is noticed."""

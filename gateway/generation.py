@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvrelay.errors import RequestError
@@ -35,13 +35,15 @@ class Generation:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.timeline = timeline
+        self.cached_tokens = 0  # of the prompt; known with the first token
         self._tokens: deque[Token] = deque()
         self._ended = False
         self._error: RequestError | None = None
         self._news = asyncio.Event()
 
-    def put(self, outputs: Iterable[TokenOutput]) -> None:
-        """Tokens came."""
+    def put(self, outputs: Sequence[TokenOutput]) -> None:
+        """Tokens came; the first of a sample says how much of the prompt was cached."""
+        self.cached_tokens = max([self.cached_tokens, *(output.cached_tokens for output in outputs)])
         self._tokens.extend(Token(output.token_id, output.finish_reason) for output in outputs)
         self._news.set()
 

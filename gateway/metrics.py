@@ -37,6 +37,11 @@ class Metrics:
         self.prompt_tokens = Counter(
             "kvrelay_prompt_tokens", "Tokens of prompts sent to workers.", registry=self.registry
         )
+        self.cached_tokens = Counter(
+            "kvrelay_cached_tokens",
+            "Tokens of prompts that workers found in a cache and did not compute.",
+            registry=self.registry,
+        )
         self.generated_tokens = Counter(
             "kvrelay_generated_tokens", "Tokens that came from workers.", registry=self.registry
         )

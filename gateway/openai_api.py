@@ -110,7 +110,11 @@ class StreamOptions(_Strict):
 
 
 class RequestBody(_Strict):
-    """What both ways of asking have in common. `max_tokens` None means as many as fit."""
+    """What both ways of asking have in common. `max_tokens` None means as many as fit.
+
+    `cache_salt` is vLLM's: requests with different ones share no cached KV, so that the time of an answer tells nobody
+    whether others have asked the same.
+    """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]]
     prompt_field: ClassVar[str]
@@ -131,6 +135,7 @@ class RequestBody(_Strict):
     user: str | None = None
     safety_identifier: str | None = None
     return_token_ids: bool = False
+    cache_salt: str = Field("", max_length=256)
 
     @property
     def include_usage(self) -> bool:

@@ -94,7 +94,13 @@ class Service:
         return self.cluster.max_model_len
 
     def submit(
-        self, prompt_token_ids: tuple[int, ...], params: SamplingParams, timeline: RequestTimeline, *, param: str
+        self,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        timeline: RequestTimeline,
+        *,
+        param: str,
+        cache_salt: str = "",
     ) -> Generation:
         """Sends a request to workers. Its id is drawn here, so that no client's name for it can collide.
 
@@ -107,7 +113,8 @@ class Service:
         timeline.stamp(Event.ADMITTED, now)
         self._generations[generation.request_id] = generation
         self.metrics.prompt_tokens.inc(len(prompt_token_ids))
-        self._apply(self.fate.submit(Submission(generation.request_id, prompt_token_ids, params), route, now))
+        submission = Submission(generation.request_id, prompt_token_ids, params, cache_salt=cache_salt)
+        self._apply(self.fate.submit(submission, route, now))
         return generation
 
     def stop_string_found(self, generation: Generation) -> None:
@@ -224,7 +231,9 @@ class Service:
         now = self._clock()
         for _ in tokens.outputs:
             self.metrics.on_token(generation.timeline, now)
+        known = generation.cached_tokens
         generation.put(tokens.outputs)
+        self.metrics.cached_tokens.inc(generation.cached_tokens - known)
 
     def _end(self, generation: Generation, end: End) -> None:
         event = Event.FINISHED if end.error is None else Event.FAILED

@@ -64,7 +64,9 @@ class Answer(Response):
             max_model_len = self._service.max_model_len()
             prompt = await self._encoder.encode(body, max_model_len)
             params = body.sampling_params(max_model_len - len(prompt))
-            generation = self._service.submit(prompt, params, timeline, param=body.prompt_field)
+            generation = self._service.submit(
+                prompt, params, timeline, param=body.prompt_field, cache_salt=body.cache_salt
+            )
             async with self._watched(generation, receive):
                 respond = self._stream if body.stream else self._whole
                 return await respond(generation, body, sender)
@@ -105,7 +107,8 @@ class Answer(Response):
     async def _whole(self, generation: Generation, body: RequestBody, sender: "Sender") -> str:
         text = AnswerText(self._encoder.tokenizer, generation.prompt_token_ids, body.stop)
         pieces = [piece async for more in self._pieces(generation, text) for piece in more]
-        content = to_json(self._shape(generation, body).whole(pieces, text.finish_reason))
+        shape = self._shape(generation, body)
+        content = to_json(shape.whole(pieces, text.finish_reason, generation.cached_tokens))
         await sender.start([*_JSON, (b"content-length", str(len(content)).encode())])
         await sender.body(content, more=False)
         return str(text.finish_reason)
@@ -125,7 +128,7 @@ class Answer(Response):
             if sender.started:
                 await sender.body(event(error_body(_told(error))), more=False)
             raise
-        usage = event(shape.last(text.num_tokens)) if body.include_usage else b""
+        usage = event(shape.last(text.num_tokens, generation.cached_tokens)) if body.include_usage else b""
         await sender.body(usage + DONE, more=False)
         return str(text.finish_reason)
 

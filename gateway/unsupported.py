@@ -14,7 +14,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "detokenize": (True,),
     "frequency_penalty": (0, 0.0),
     "guided_choice": (),

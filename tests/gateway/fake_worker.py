@@ -93,7 +93,13 @@ class FakeWorker:
         return self.expect(Abort, lambda abort: abort.key == key)
 
     def send_tokens(
-        self, request: AboutPrompt, token_ids: list[int], *, start: int = 0, finish: FinishReason | None = None
+        self,
+        request: AboutPrompt,
+        token_ids: list[int],
+        *,
+        start: int = 0,
+        finish: FinishReason | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         """Says some tokens in one message; with `finish`, the last one ends the sample."""
         outputs = tuple(
@@ -104,6 +110,7 @@ class FakeWorker:
                 index=start + index,
                 token_id=token_id,
                 finish_reason=finish if index == len(token_ids) - 1 else None,
+                cached_tokens=0 if start + index else cached_tokens,
             )
             for index, token_id in enumerate(token_ids)
         )

@@ -65,9 +65,16 @@ def route(first: int, *candidates: int) -> Route:
     return Route(first, tuple(peer(candidate) for candidate in candidates))
 
 
-def token(index: int, *, request_id: str = "r", last: bool = False, attempt: int = 0, sample: int = 0) -> TokenOutput:
+def token(
+    index: int, *, request_id: str = "r", last: bool = False, attempt: int = 0, sample: int = 0, cached: int = 0
+) -> TokenOutput:
     """Token `index`, whose id tells its index."""
-    reason = FinishReason.LENGTH if last else None
     return TokenOutput(
-        request_id=request_id, attempt=attempt, sample=sample, index=index, token_id=100 + index, finish_reason=reason
+        request_id=request_id,
+        attempt=attempt,
+        sample=sample,
+        index=index,
+        token_id=100 + index,
+        finish_reason=FinishReason.LENGTH if last else None,
+        cached_tokens=cached,
     )

@@ -171,6 +171,15 @@ def test_tokens_that_cannot_be_are_dropped(bench: Bench, bad: TokenOutput) -> No
     assert bench.fate.counters["impossible_tokens"] == 1
 
 
+@pytest.mark.parametrize("bad", [token(0, cached=3), token(1, cached=1)])
+def test_cached_tokens_larger_than_the_prompt_are_not_believed(bench: Bench, bad: TokenOutput) -> None:
+    """cached_tokens larger than prompt_tokens; or told twice."""
+    bench.submit(route(P, D1))
+    assert bench.tokens(D1, bad) == []
+    assert bench.fate.counters["impossible_tokens"] == 1
+    assert indexes(bench.tokens(P, token(0, cached=2))) == [0]
+
+
 def test_a_prefill_worker_makes_one_token_only(bench: Bench) -> None:
     bench.submit(route(P, D1))
     assert bench.tokens(P, token(1)) == []

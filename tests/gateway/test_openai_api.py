@@ -116,3 +116,10 @@ def test_errors_stay_short() -> None:
     with pytest.raises(InvalidRequest) as refused:
         chat(temperature="x" * 100_000)
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("salt", ["x" * 257, 5, ["x"]])
+def test_cache_salts_that_are_wrong(salt: object) -> None:
+    with pytest.raises(InvalidRequest, match="cache_salt"):
+        chat(cache_salt=salt)
+    assert chat(cache_salt=None).body.cache_salt == ""

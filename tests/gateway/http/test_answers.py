@@ -81,6 +81,28 @@ def test_a_completion(client: Client, worker: FakeWorker) -> None:
     assert content["usage"]["completion_tokens"] == 5
 
 
+def test_usage_tells_how_much_of_the_prompt_was_cached(shared: Gateway, client: Client, worker: FakeWorker) -> None:
+    before = shared.metric("kvrelay_cached_tokens_total")
+    for stream in (False, True):
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        client.post(COMPLETIONS, {"prompt": "Once upon", **options})
+        worker.send_tokens(worker.expect_prompt(), ids("ab"), finish=LENGTH, cached_tokens=8)
+        usage = client.events()[-2]["usage"] if stream else client.json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+        assert usage["total_tokens"] == 11
+    assert shared.metric("kvrelay_cached_tokens_total") == before + 16
+
+
+def test_a_cache_salt_goes_to_the_workers(client: Client, worker: FakeWorker) -> None:
+    for salt in ("", "of one user", "é" * 256):
+        client.post(COMPLETIONS, {"prompt": "Once", "cache_salt": salt})
+        request = worker.expect_prompt()
+        assert request.cache_salt == salt
+        worker.send_tokens(request, ids("a"), finish=LENGTH)
+        assert client.response.status == 200
+        client.json()
+
+
 def test_a_stream_of_a_chat(client: Client, worker: FakeWorker) -> None:
     client.post(CHAT, {"messages": HI, "stream": True})
     request = worker.expect_prompt()
