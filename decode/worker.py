@@ -26,6 +26,7 @@ from kvrelay.messages import (
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
+from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
 from kvrelay.transfer.protocol.piece import is_intact, unpack
@@ -117,6 +118,10 @@ class DecodeWorker(Worker):
         self._do(self._receiver.on_peer_lost(gateway, self._clock()))
         for key in [key for key, owner in self._gateway_of.items() if owner == gateway]:
             self.abort(key)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Nobody else is given its blocks from here on."""
+        self._blocks.forget(sequence.block_table)
 
     def load(self) -> tuple[Ledger, WorkerLoad, Counter[str]]:
         """For the heartbeat."""
@@ -224,6 +229,7 @@ def run(settings: WorkerSettings) -> int:
         vocab_size=served.vocab_size,
         clock=time.monotonic,
     )
+    prefixes = Prefixes(blocks, served.fingerprint if settings.prefix_cache else None)
     scheduler = DecodeScheduler(
         blocks,
         max_num_seqs=settings.max_num_seqs,
@@ -231,6 +237,7 @@ def run(settings: WorkerSettings) -> int:
         max_queue=settings.max_queue,
         max_model_len=served.max_model_len,
         eos_token_ids=runner.config.eos_token_ids,
+        prefixes=prefixes,
     )
     receiver = KVReceiver(
         incarnation=incarnation,
@@ -240,6 +247,7 @@ def run(settings: WorkerSettings) -> int:
         max_model_len=served.max_model_len,
         max_queue=settings.max_queue,
         max_lease_s=settings.lease_s,
+        prefixes=prefixes,
     )
     worker = DecodeWorker(context, runner, blocks, scheduler, receiver)
     return process.serve(served, data, worker.loop)

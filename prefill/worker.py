@@ -13,6 +13,7 @@ from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
 from kvrelay.prefill.scheduler import PrefillScheduler
+from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send, SendPiece
 from kvrelay.transfer.protocol.piece import pack, seal
@@ -121,6 +122,10 @@ class PrefillWorker(Worker):
         for key in [key for key, (sequence, _) in self._requests.items() if sequence.gateway == gateway]:
             self.abort(key)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """Nobody else is given its blocks from here on."""
+        self._blocks.forget(sequence.block_table)
+
     def load(self) -> tuple[Ledger, WorkerLoad, Counter[str]]:
         """For the heartbeat."""
         return self._blocks.ledger, self._scheduler.load, self._sender.counters
@@ -214,6 +219,7 @@ def run(settings: WorkerSettings) -> int:
         max_batch_tokens=settings.max_batch_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_queue=settings.max_queue,
+        prefixes=Prefixes(blocks, served.fingerprint if settings.prefix_cache else None),
     )
     sender = KVSender(
         incarnation=incarnation, layout=served.layout, fingerprint=served.fingerprint, lease_s=settings.lease_s

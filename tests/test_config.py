@@ -161,11 +161,26 @@ def test_help_shows_choices_and_defaults() -> None:
     assert "--role decode|both" in text
     assert "--kv-memory SIZE" in text
     assert "[tcp://127.0.0.1:5700]" in text
+    assert "--prefix-cache, --no-prefix-cache  " in text
+
+
+def test_the_prefix_cache_is_on_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(PrefillSettings, "kvrelay prefill", []).prefix_cache
+    assert not parse(PrefillSettings, "kvrelay prefill", ["--no-prefix-cache"]).prefix_cache
+    monkeypatch.setenv("KVRELAY_PREFIX_CACHE", "off")
+    assert not parse(UpSettings, "kvrelay up", []).prefix_cache
+    assert parse(UpSettings, "kvrelay up", ["--prefix-cache"]).prefix_cache
 
 
 def test_children_get_exactly_what_their_parent_has(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = WorkerSettings(
-        role=Role.DECODE, name="d", gateways=("tcp://a:1", "tcp://b:2"), kv_memory=12345, core=1, lease_s=0.1
+        role=Role.DECODE,
+        name="d",
+        gateways=("tcp://a:1", "tcp://b:2"),
+        kv_memory=12345,
+        core=1,
+        lease_s=0.1,
+        prefix_cache=False,
     )
     for name, value in variables(settings).items():
         monkeypatch.setenv(name, value)

@@ -25,6 +25,7 @@ from kvrelay.messages import (
     StepOutput,
 )
 from kvrelay.outputs import OutputStore
+from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.receiver import KVReceiver
 from kvrelay.types import Batch, KVLayout, SamplingParams
 from kvrelay.worker import WorkerContext
@@ -73,11 +74,25 @@ class Bench:
 def bench() -> Iterator[Bench]:
     mailbox, runner, blocks = Mailbox(), ScriptedRunner(), BlockManager(20, 8)
     context = WorkerContext(mailbox, OutputStore(60.0, 100), incarnation=1, vocab_size=1000, clock=lambda: 100.0)
+    prefixes = Prefixes(blocks, "f")
     scheduler = DecodeScheduler(
-        blocks, max_num_seqs=4, max_batch_tokens=16, max_queue=4, max_model_len=100, eos_token_ids=frozenset()
+        blocks,
+        max_num_seqs=4,
+        max_batch_tokens=16,
+        max_queue=4,
+        max_model_len=100,
+        eos_token_ids=frozenset(),
+        prefixes=prefixes,
     )
     receiver = KVReceiver(
-        incarnation=1, layout=LAYOUT, fingerprint="f", blocks=blocks, max_model_len=100, max_queue=4, max_lease_s=5.0
+        incarnation=1,
+        layout=LAYOUT,
+        fingerprint="f",
+        blocks=blocks,
+        max_model_len=100,
+        max_queue=4,
+        max_lease_s=5.0,
+        prefixes=prefixes,
     )
     stand_in: Any = runner
     yield Bench(DecodeWorker(context, stand_in, blocks, scheduler, receiver), runner, mailbox, blocks)
@@ -93,6 +108,11 @@ def request(request_id: str = "r", *, prompt: tuple[int, ...] = (5, 6, 7), max_t
         prompt_token_ids=prompt,
         params=SamplingParams(max_tokens=max_tokens),
     )
+
+
+def cached(said: list[Message]) -> list[int]:
+    """Of each token that was told, how many tokens of its prompt were cached."""
+    return [output.cached_tokens for step in said if isinstance(step, StepOutput) for output in step.outputs]
 
 
 def tokens(said: list[Message]) -> list[tuple[int, int, str | None]]:
@@ -125,6 +145,26 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_worker(bench: Bench) ->
     assert bench.blocks.ledger.free == 20
     bench.runner.fails = False
     assert len(tokens(bench.loop(request("c")))) == 3
+
+
+def test_the_first_token_tells_what_was_cached_and_the_worker_counts_what_it_computed(bench: Bench) -> None:
+    prompt = tuple(range(1, 21))
+    assert cached(bench.loop(request("a", prompt=prompt))) == [0, 0, 0]
+    assert cached(bench.loop(request("b", prompt=prompt))) == [16, 0, 0]
+    assert cached(bench.loop(Resend(**ABOUT | {"request_id": "b"}, sample=0, from_index=0))) == [16, 0, 0]
+    assert bench.worker._counters["computed_tokens"] == 20 + 4 + 2 * 2
+    assert (bench.blocks.ledger.cached, bench.blocks.ledger.leased) == (2, 0)
+
+
+def test_kv_of_a_step_that_failed_is_not_found_again(bench: Bench) -> None:
+    """If what made it fail were cached, every request that begins alike would fail from then on."""
+    prompt = tuple(range(1, 21))
+    bench.loop(request("a", prompt=prompt))
+    bench.runner.fails = True
+    assert cached(bench.loop(request("b", prompt=prompt), steps=2)) == []
+    assert bench.blocks.ledger.free == 20
+    bench.runner.fails = False
+    assert cached(bench.loop(request("c", prompt=prompt))) == [0, 0, 0]
 
 
 def test_an_aborted_request_is_not_computed_again(bench: Bench) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliDualFlag, NoDecode, SettingsConfigDict
 
 from kvrelay.types import Role
 
@@ -149,6 +149,9 @@ class WorkerOptions(ProcessSettings):
     max_num_seqs: PositiveInt = Field(64, description="Sequences that run at the same time.")
     max_queue: PositiveInt = Field(512, description="Requests that wait at this worker; more are refused.")
     max_model_len: PositiveInt | None = Field(None, description="Context length, if less than the model's.")
+    prefix_cache: CliDualFlag[bool] = Field(
+        True, description="Reuse KV of prompts and answers that begin alike; on by default."
+    )
     lease_s: Seconds = Field(
         120.0, description="Longest life of a KV hand-over, from the prompt's first chunk to its last block."
     )

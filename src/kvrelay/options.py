@@ -98,7 +98,8 @@ def _help_row(name: str, field: FieldInfo) -> tuple[str, str]:
     named = [item.text for item in field.metadata if isinstance(item, Metavar)]
     metavar = "|".join(named or _metavars(field.annotation))
     default = _shown(field.default)
-    return f"{option(name)} {metavar}".rstrip(), f"{field.description}{f' [{default}]' if default else ''}"
+    spelling = f"{option(name)}, {option(f'no_{name}')}" if field.default is True else option(name)
+    return f"{spelling} {metavar}".rstrip(), f"{field.description}{f' [{default}]' if default else ''}"
 
 
 def _columns(left: str, right: str, width: int) -> str:
@@ -126,7 +127,7 @@ def _metavars(annotation: Any) -> Iterator[str]:
 
 
 def _shown(value: object) -> str:
-    if value is None or value is False:
+    if value is None or isinstance(value, bool):
         return ""
     if isinstance(value, tuple):
         return ",".join(map(str, value))

@@ -100,6 +100,10 @@ class Worker(ABC):
         """Drops what a lost gateway owned."""
 
     @abstractmethod
+    def distrust(self, sequence: Sequence) -> None:
+        """The KV of a sequence may be wrong."""
+
+    @abstractmethod
     def drain(self) -> None:
         """Takes nothing new from here on."""
 
@@ -153,15 +157,21 @@ class Worker(ABC):
         )
 
     def _try_compute(self, batch: Batch) -> list[int | None]:
-        """A step that fails ends the requests in it, not the worker."""
+        """A step that fails ends the requests in it, not the worker.
+
+        What made it fail may lie in KV that others would find, and then every request that begins alike would fail.
+        """
         try:
-            return self.compute(batch)
+            sampled = self.compute(batch)
         except RequestError as error:
             log.exception("A step of %d sequences failed; their requests end here.", len(batch.scheduled))
             for item in batch.scheduled:
                 self.fail(item.sequence.gateway, item.sequence.key, error.code, error.message)
+                self.distrust(item.sequence)
                 self.abort(item.sequence.key)
             return [None] * len(batch.scheduled)
+        self._counters["computed_tokens"] += batch.num_tokens
+        return sampled
 
     def _handle(self, event: Event) -> None:
         match event:

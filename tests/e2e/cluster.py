@@ -70,7 +70,7 @@ def running(folder: Path, model: Path | str, **options: object) -> Iterator[Clus
     """`kvrelay up` with options such as `prefill=2, dtype="float32"`, ready to serve; its log lies in `folder`."""
     port = free_port()
     num_workers = sum(int(str(options.get(role, default))) for role, default in DEFAULT_POOLS.items())
-    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    arguments = [_argument(name.replace("_", "-"), value) for name, value in options.items()]
     log = folder / f"cluster-{port}.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -86,6 +86,12 @@ def running(folder: Path, model: Path | str, **options: object) -> Iterator[Clus
         yield cluster
     finally:
         _stop(process)
+
+
+def _argument(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def _ready(cluster: Cluster, num_workers: int) -> bool:

@@ -251,6 +251,8 @@ class KVReceiver:
                 break
             self._offers.remove(waiting)
             lease = self._leases.grant(offer, hashes, now)
+            if lease.held_blocks:
+                self.counters["held_blocks"] += lease.held_blocks
             actions.append(Send(lease.sender, lease.grant(self.incarnation)))
             max_blocks, max_sequences = max_blocks - lease.num_taken, max_sequences - 1
         return actions
