@@ -39,16 +39,16 @@ def _measure(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with running(**ARMS[arm]) as url:
         model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        for concurrency in CONCURRENCY:
+        for index, concurrency in enumerate(CONCURRENCY):
             load = Load(
                 num_requests=2 * concurrency if concurrency > 1 else 4,
                 concurrency=concurrency,
                 input_len=options.input_len,
                 output_len=options.output_len,
                 vocab_size=40000,
-                seed=options.seed,
+                seed=options.seed + 2 * index,  # prompts of its own, since those of earlier rows are cached
             )
-            warm_up = replace(load, num_requests=concurrency, output_len=4, seed=options.seed + 1)
+            warm_up = replace(load, num_requests=concurrency, output_len=4, seed=load.seed + 1)
             asyncio.run(run(url, model, warm_up))
             timings = asyncio.run(run(url, model, load))
             rows.append({"arm": arm, "at_a_time": concurrency, "requests": load.num_requests, **summary(timings)})
