@@ -1,0 +1,117 @@
+"""Host memory of KV blocks that another process can map: it has no name, so nothing of it outlives its processes.
+
+Per layer the blocks lie one after the other, `block_bytes` each; a block of one layer is contiguous. The kernel gives
+pages when they are first touched, so memory that no block used yet costs nothing.
+"""
+
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvrelay.errors import WireError
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How many blocks there are, and the bytes of one block of one layer."""
+
+    num_layers: int
+    num_blocks: int
+    block_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All layers together."""
+        return self.num_layers * self.num_blocks * self.block_bytes
+
+
+class BlockMemory:
+    """Blocks of every layer, mapped from an anonymous file whose size is sealed, so that no access can ever fault.
+
+    `buffer` is all of it, as writable bytes; `descriptor` is the file's, open as long as this object lives.
+    """
+
+    def __init__(self, geometry: Geometry, descriptor: int) -> None:
+        """Maps `descriptor` and owns it from here on; see `create` and `open`."""
+        self.geometry = geometry
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+        self.buffer = memoryview(mmap.mmap(descriptor, geometry.num_bytes))
+
+    @classmethod
+    def create(cls, geometry: Geometry) -> "BlockMemory":
+        """New memory, all zeros. Raises OSError where the system has no such files."""
+        descriptor = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, geometry.num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return cls(geometry, descriptor)
+
+    @classmethod
+    def open(cls, geometry: Geometry, descriptor: int) -> "BlockMemory":
+        """Another process's memory, by a descriptor that it passed; takes the descriptor, also when it raises.
+
+        Raises:
+            WireError: it is not sealed memory of this geometry.
+        """
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            size = os.fstat(descriptor).st_size
+        except OSError:
+            sealed, size = False, 0
+        if not sealed or size != geometry.num_bytes or not size:
+            os.close(descriptor)
+            raise WireError(f"A descriptor was passed that is no sealed memory of {geometry.num_bytes} bytes.")
+        return cls(geometry, descriptor)
+
+    def views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """The blocks in order, without a copy: one view for each run of adjacent ones.
+
+        Raises:
+            IndexError: a layer or block that does not exist.
+        """
+        self._check(layer, block_ids)
+        size = self.geometry.block_bytes
+        base = layer * self.geometry.num_blocks
+        return [self.buffer[(base + first) * size : (base + last + 1) * size] for first, last in _runs(block_ids)]
+
+    def write(self, layer: int, block_ids: Sequence[int], payload: bytes | bytearray | memoryview) -> None:
+        """Puts bytes into blocks of a layer, and touches no others.
+
+        Raises:
+            IndexError: a layer or block that does not exist.
+            WireError: the payload has another size.
+        """
+        source = memoryview(payload).cast("B")
+        expected = len(block_ids) * self.geometry.block_bytes
+        if source.nbytes != expected:
+            raise WireError(
+                f"A payload for {len(block_ids)} KV blocks has {source.nbytes} bytes, but {expected} were expected."
+            )
+        begin = 0
+        for target in self.views(layer, block_ids):
+            target[:] = source[begin : begin + target.nbytes]
+            begin += target.nbytes
+
+    def _check(self, layer: int, block_ids: Sequence[int]) -> None:
+        if not 0 <= layer < self.geometry.num_layers:
+            raise IndexError(f"layer {layer} does not exist: the cache has {self.geometry.num_layers} layers")
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.geometry.num_blocks:
+            raise IndexError(f"blocks {list(block_ids)} do not all exist: there are {self.geometry.num_blocks}")
+
+
+def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last block of each run of adjacent ids."""
+    begin = 0
+    for end in range(1, len(block_ids) + 1):
+        if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
+            yield block_ids[begin], block_ids[end - 1]
+            begin = end
