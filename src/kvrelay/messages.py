@@ -281,12 +281,17 @@ class KVReleased(Message):
 
 
 class KVGrant(AboutRequest):
-    """Blocks are reserved under a lease. `held_blocks` leading blocks are there already and must not be sent."""
+    """Blocks are reserved under a lease. `held_blocks` leading blocks are there already and must not be sent.
+
+    `one_sided`: the receiver shares its memory with the sender, which may write into these blocks by itself. Only
+    where it says so: blocks under any other lease are given to others as soon as the lease ends.
+    """
 
     kind: Literal["kv_grant"] = "kv_grant"
     lease_id: LeaseId
     block_ids: Counts
     held_blocks: Count = 0
+    one_sided: bool = False
 
 
 class KVRefusal(AboutRequest):

@@ -41,7 +41,6 @@ def new_receiver(
     incarnation: int,
     blocks: BlockManager,
     *,
-    one_sided: bool = False,
     max_queue: int = 4,
     max_model_len: int = 30,
     prefixes: Prefixes | None = None,
@@ -55,7 +54,6 @@ def new_receiver(
         max_model_len=max_model_len,
         max_queue=max_queue,
         max_lease_s=LEASE_S,
-        one_sided=one_sided,
         prefixes=prefixes,
     )
 

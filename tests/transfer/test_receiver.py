@@ -42,7 +42,9 @@ class Bench:
 
     def __init__(self, *, one_sided: bool = False) -> None:
         self.blocks = BlockManager(NUM_BLOCKS, LAYOUT.block_size)
-        self.receiver = new_receiver(D, self.blocks, one_sided=one_sided)
+        self.receiver = new_receiver(D, self.blocks)
+        if one_sided:
+            self.receiver.on_memory_shared(P)
 
     def offer(
         self, request_id: str = "r", attempt: int = 1, num_tokens: int = 5, now: float = 0.0, **changes: object
@@ -491,16 +493,36 @@ def test_blocks_stay_revoked_until_the_sender_lets_go(one_sided: Bench, how: str
 def test_revoked_blocks_are_freed_by_the_senders_exit(one_sided: Bench) -> None:
     one_sided.lease()
     one_sided.receiver.tick(LEASE_S)
-    one_sided.receiver.on_peer_lost(OTHER, now=LEASE_S)
+    one_sided.receiver.on_peer_exited(OTHER, now=LEASE_S)
     assert one_sided.state == (NUM_BLOCKS - 3, 0, 3)
-    one_sided.receiver.on_peer_lost(P, now=LEASE_S)
+    one_sided.receiver.on_peer_exited(P, now=LEASE_S)
+    assert one_sided.state == (NUM_BLOCKS, 0, 0)
+
+
+def test_a_lost_connection_is_no_exit_so_blocks_stay_revoked(one_sided: Bench) -> None:
+    lease = one_sided.lease()
+    one_sided.receiver.on_peer_lost(P, now=0.0)
+    assert one_sided.state == (NUM_BLOCKS - 3, 0, 3)
+    one_sided.release(lease)
     assert one_sided.state == (NUM_BLOCKS, 0, 0)
 
 
 def test_an_offer_of_a_sender_whose_exit_was_observed_is_not_taken(one_sided: Bench) -> None:
-    one_sided.receiver.on_peer_lost(P, now=0.0)
+    one_sided.receiver.on_peer_exited(P, now=0.0)
+    one_sided.receiver.on_memory_shared(P)  # said before the exit, heard after it
     assert one_sided.offer() == []
     assert one_sided.receiver.num_waiting == 0
+
+
+def test_only_who_shares_the_memory_when_it_is_granted_may_write_under_a_lease(bench: Bench) -> None:
+    before = bench.lease("before")
+    bench.receiver.on_memory_shared(P)
+    after = bench.lease("after")
+    assert (before.one_sided, after.one_sided) == (False, True)
+    again = only(bench.offer("before"), Send).message
+    assert again == before  # the same offer gets the same grant, whatever happened since
+    bench.receiver.tick(LEASE_S)
+    assert bench.state == (NUM_BLOCKS - 3, 0, 3)
 
 
 def test_a_commit_says_that_nothing_more_is_written_so_its_blocks_are_free_at_once(one_sided: Bench) -> None:

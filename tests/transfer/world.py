@@ -102,7 +102,6 @@ class Decode:
     name: str
     incarnation: int
     rate: float
-    one_sided: bool
     memory: Memory = field(default_factory=dict)
     running: dict[RequestKey, Sequence] = field(default_factory=dict)
     grants: dict[LeaseId, tuple[KVGrant, int]] = field(default_factory=dict)
@@ -112,7 +111,7 @@ class Decode:
     def __post_init__(self) -> None:
         self.blocks = BlockManager(NUM_BLOCKS, LAYOUT.block_size)
         prefixes = Prefixes(self.blocks, FINGERPRINT)
-        self.receiver = new_receiver(self.incarnation, self.blocks, one_sided=self.one_sided, prefixes=prefixes)
+        self.receiver = new_receiver(self.incarnation, self.blocks, prefixes=prefixes)
 
     @property
     def peer(self) -> Peer:
@@ -120,7 +119,10 @@ class Decode:
 
 
 class World:
-    """All processes and the network between them. The gateway is the world itself."""
+    """All processes and the network between them. The gateway is the world itself.
+
+    In a `one_sided` world most senders write into the receivers' memory by themselves; those born later may not.
+    """
 
     def __init__(self, *, one_sided: bool) -> None:
         self.one_sided = one_sided
@@ -155,7 +157,10 @@ class World:
         return Prefill(name, self._new_incarnation(), rate=0.97 if name == "p0" else 1.02)
 
     def _new_decode(self, name: str) -> Decode:
-        return Decode(name, self._new_incarnation(), rate=1.03 if name == "d0" else 0.98, one_sided=self.one_sided)
+        return Decode(name, self._new_incarnation(), rate=1.03 if name == "d0" else 0.98)
+
+    def _is_writer(self, incarnation: int) -> bool:
+        return self.one_sided and incarnation % 5 != 0
 
     def clock(self, process: Prefill | Decode) -> float:
         """The process's own monotonic clock."""
@@ -166,10 +171,9 @@ class World:
         self.is_gentle = False
         old, self.prefills[index] = self.prefills[index], self._new_prefill(self.prefills[index].name)
         for decode_worker in self.decodes:
-            self.do_decode(
-                decode_worker,
-                decode_worker.receiver.on_peer_lost(old.incarnation, self.clock(decode_worker)),
-            )
+            receiver, now = decode_worker.receiver, self.clock(decode_worker)
+            notice = receiver.on_peer_exited if self._is_writer(old.incarnation) else receiver.on_peer_lost
+            self.do_decode(decode_worker, notice(old.incarnation, now))
         for key in [key for key, owner in self.prefill_of.items() if owner == old.incarnation]:
             if key.request_id in self.open and not self.adopted[key]:
                 self.abort(key.request_id)
@@ -185,13 +189,13 @@ class World:
                 self.do_prefill(prefill, prefill.sender.on_peer_lost(old.incarnation, self.clock(prefill)))
 
     def break_connection(self, prefill_index: int, decode_index: int, *, sender_notices: bool) -> None:
-        """Only the connection breaks. Where senders write by themselves the receiver must not call that an exit."""
+        """Only the connection breaks, and both live on."""
         self.is_gentle = False
         prefill, decode_worker = self.prefills[prefill_index], self.decodes[decode_index]
         if sender_notices:
             actions = prefill.sender.on_peer_lost(decode_worker.incarnation, self.clock(prefill))
             self.do_prefill(prefill, actions)
-        elif not self.one_sided:
+        else:
             now = self.clock(decode_worker)
             self.do_decode(decode_worker, decode_worker.receiver.on_peer_lost(prefill.incarnation, now))
 
@@ -342,7 +346,7 @@ class World:
         assert len(piece.block_ids) == len(piece.target_block_ids) == header.num_blocks
         payload = b"".join(prefill.memory[header.layer, block_id] for block_id in piece.block_ids)
         frame = pack(seal(header, payload)) + payload
-        if self.one_sided:
+        if piece.one_sided:
             self._write_remotely(piece, payload)
         self.network.append(Flight(prefill.incarnation, piece.peer.name, frame, True, self.now))
 
@@ -485,6 +489,8 @@ class World:
                 self._note_aborted(worker, abort)
                 self.do_decode(worker, worker.receiver.abort(abort.key, now))
             case KVOffer() | KVCommit() | KVReleased() | Abort() as message:
+                if isinstance(message, KVOffer) and self._is_writer(flight.source):
+                    worker.receiver.on_memory_shared(flight.source)
                 if isinstance(message, Abort) and message.target == worker.incarnation:
                     self._note_aborted(worker, message)
                 self.do_decode(worker, worker.receiver.on_message(flight.source, message, now))
@@ -509,7 +515,7 @@ class World:
             self.log["damaged pieces"] += 1
             self.do_decode(worker, worker.receiver.corrupt(header, self.clock(worker)))
             return
-        if not self.one_sided:
+        if not worker.grants[header.lease_id][0].one_sided:
             self._write(worker, header, block_ids, payload)
         self.do_decode(worker, worker.receiver.landed(header, self.clock(worker)))
 

@@ -25,13 +25,14 @@ class SendPiece:
     """Read a layer's local blocks, seal the header (its digest is still 0) and give both to the transport.
 
     `block_ids` are the sender's blocks to read; `target_block_ids` the receiver's, for transports that write there
-    by themselves.
+    by themselves, which they may only if the grant was `one_sided`.
     """
 
     peer: Peer
     header: PieceHeader
     block_ids: tuple[int, ...]
     target_block_ids: tuple[int, ...]
+    one_sided: bool
 
 
 @dataclass(frozen=True, slots=True)

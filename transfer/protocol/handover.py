@@ -106,7 +106,7 @@ class Handover:
             payload_bytes=count * layout.block_bytes,
         )
         run = slice(first, first + count)
-        return SendPiece(self.peer, header, self.block_ids[run], grant.block_ids[run])
+        return SendPiece(self.peer, header, self.block_ids[run], grant.block_ids[run], grant.one_sided)
 
     def offer(self, incarnation: int, fingerprint: str, layout: KVLayout, lease_s: float) -> KVOffer:
         """The Offer to the current candidate; the same one however often it is sent."""

@@ -29,6 +29,7 @@ class Lease:
     offer: KVOffer
     block_ids: tuple[int, ...]
     until: float
+    one_sided: bool = False  # the sender may write into the blocks by itself
     held_blocks: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_taken: int = 0
@@ -93,6 +94,7 @@ class Lease:
             lease_id=self.lease_id,
             block_ids=self.block_ids,
             held_blocks=self.held_blocks,
+            one_sided=self.one_sided,
         )
 
     def sequence(self) -> Sequence:

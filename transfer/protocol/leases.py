@@ -31,11 +31,10 @@ class Revoked:
 class Leases:
     """Live leases by counter and by request, revoked ones by counter. A request has at most one live lease."""
 
-    def __init__(self, incarnation: int, blocks: BlockManager, *, one_sided: bool) -> None:
-        """`one_sided`: the sender writes into the blocks by itself, so they stay revoked until it lets go."""
+    def __init__(self, incarnation: int, blocks: BlockManager) -> None:
+        """No lease yet."""
         self._incarnation = incarnation
         self._blocks = blocks
-        self._one_sided = one_sided
         self._live: dict[int, Lease] = {}
         self._counter_of: dict[str, int] = {}
         self._revoked: dict[int, Revoked] = {}
@@ -66,8 +65,11 @@ class Leases:
         """The live lease of that name."""
         return self._live.get(lease_id.counter) if lease_id.incarnation == self._incarnation else None
 
-    def grant(self, offer: KVOffer, block_hashes: list[bytes], now: float) -> Lease:
-        """A new lease. The caller has made sure that what is not found by `block_hashes` is free."""
+    def grant(self, offer: KVOffer, block_hashes: list[bytes], now: float, *, one_sided: bool) -> Lease:
+        """A new lease. The caller has made sure that what is not found by `block_hashes` is free.
+
+        `one_sided`: the sender writes into the blocks by itself, so they stay revoked until it lets go.
+        """
         lease_id = LeaseId(self._incarnation, self._next_counter)
         self._next_counter += 1
         num_free = self._blocks.num_free
@@ -78,6 +80,7 @@ class Leases:
             offer,
             (*held, *fresh),
             until=now + offer.lease_s,
+            one_sided=one_sided,
             held_blocks=len(held),
             block_hashes=block_hashes,
             num_taken=num_free - self._blocks.num_free,
@@ -95,7 +98,7 @@ class Leases:
     def end(self, lease: Lease, reason: RejectReason, ask_at: float, *, sender_done: bool = False) -> None:
         """The lease is over without a sequence: its blocks become free, or revoked while the sender may write."""
         self._remove(lease)
-        if sender_done or lease.is_committed or not self._one_sided:
+        if sender_done or lease.is_committed or not lease.one_sided:
             self._blocks.release(lease.block_ids)
             return
         self._blocks.release(lease.block_ids[: lease.held_blocks])

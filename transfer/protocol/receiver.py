@@ -58,7 +58,6 @@ class KVReceiver:
         max_model_len: int,
         max_queue: int,
         max_lease_s: float,
-        one_sided: bool = False,
         uncommitted_share: float = 0.3,
         max_remembered: int = 2**16,
         prefixes: Prefixes | None = None,
@@ -66,7 +65,6 @@ class KVReceiver:
         """Starts with nothing granted. `uncommitted_share` is the part of all blocks that open leases may hold.
 
         `prefixes` of the same blocks says what need not be sent; without them that is nothing.
-        `one_sided`: senders write into granted blocks by themselves, so that a lease that ends leaves them revoked.
         """
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
@@ -77,9 +75,9 @@ class KVReceiver:
         self._max_uncommitted = int(uncommitted_share * blocks.num_blocks)
         admission = Admission(layout, fingerprint, blocks.num_blocks, max_model_len, max_lease_s)
         self._offers = Offers(admission, max_queue)
-        self._leases = Leases(incarnation, blocks, one_sided=one_sided)
+        self._leases = Leases(incarnation, blocks)
         self._ended: Remembered[str, Ended] = Remembered(max_lease_s, max_remembered)
-        self._one_sided = one_sided
+        self._writers: set[int] = set()  # senders that can write into our memory by themselves
         self._gone: Remembered[int, bool] = Remembered(math.inf, max_remembered)  # senders whose exit was observed
 
     @property
@@ -250,7 +248,7 @@ class KVReceiver:
             if count > min(max_blocks, self._blocks.num_free) or not self._may_be_uncommitted(count):
                 break
             self._offers.remove(waiting)
-            lease = self._leases.grant(offer, hashes, now)
+            lease = self._leases.grant(offer, hashes, now, one_sided=offer.source in self._writers)
             if lease.held_blocks:
                 self.counters["held_blocks"] += lease.held_blocks
             actions.append(Send(lease.sender, lease.grant(self.incarnation)))
@@ -261,11 +259,23 @@ class KVReceiver:
         """The gateway ends every attempt up to this one; valid before it is known, remembered for one lease."""
         return self._end_overdue(now) + self._abort(key, now, told_by=None)
 
-    def on_peer_lost(self, incarnation: int, now: float) -> list[Action]:
-        """A process is gone: a sender's offers and leases end, a gateway's requests are aborted.
+    def on_memory_shared(self, incarnation: int) -> None:
+        """From now on the sender can write into our blocks by itself; leases granted from here on say that it may."""
+        if not self._gone.get(incarnation):
+            self._writers.add(incarnation)
 
-        Where senders write by themselves this is the observed exit that frees revoked blocks, so call it only when
-        the process itself is known to be gone, not merely a connection.
+    def on_peer_exited(self, incarnation: int, now: float) -> list[Action]:
+        """A process that could write into our blocks is seen to be gone: nothing it was granted is revoked any more."""
+        actions = self.on_peer_lost(incarnation, now)
+        self._leases.confirm_all(incarnation)
+        self._writers.discard(incarnation)
+        self._gone.put(incarnation, True, now)
+        return actions
+
+    def on_peer_lost(self, incarnation: int, now: float) -> list[Action]:
+        """The connection with a process is lost: a sender's offers and leases end, a gateway's requests are aborted.
+
+        That is no proof of its exit: blocks that a sender may write to by itself are revoked, not free.
         """
         actions = self._end_overdue(now)
         for waiting in self._offers.all:
@@ -274,9 +284,6 @@ class KVReceiver:
         for lease in self._leases:
             if lease.sender == incarnation:
                 actions += self._end_of_lost_sender(lease, now)
-        self._leases.confirm_all(incarnation)
-        if self._one_sided:
-            self._gone.put(incarnation, True, now)
         return actions + self._abort_gateway(incarnation, now)
 
     def drain(self) -> list[Action]:
@@ -361,7 +368,7 @@ class KVReceiver:
         return [self._answers.reject(lease.sender, lease.key, RejectReason.EXPIRED, lease.lease_id)]
 
     def _end_of_lost_sender(self, lease: Lease, now: float) -> list[Action]:
-        self._end(lease, RejectReason.EXPIRED, now, sender_done=True, told=lease.is_committed)
+        self._end(lease, RejectReason.EXPIRED, now, told=lease.is_committed)
         if not lease.is_committed:
             return []
         sentence = "The prefill worker was lost before all of the prompt's KV had arrived."
