@@ -11,7 +11,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.decode.scheduler import DecodeScheduler, StepToken
 from kvrelay.errors import Draining, RequestError, WireError
-from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, PieceArrived, ToPeer
+from kvrelay.mailbox import Event, FromGateway, FromPeer, MemoryShared, PeerExited, PeerLost, PieceArrived, ToPeer
 from kvrelay.messages import (
     Abort,
     DecodeStarted,
@@ -28,8 +28,9 @@ from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
 from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
+from kvrelay.transfer.ports import Inlet
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
-from kvrelay.transfer.protocol.piece import is_intact, unpack
+from kvrelay.transfer.protocol.piece import unpack
 from kvrelay.transfer.protocol.receiver import KVReceiver
 from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
@@ -46,6 +47,7 @@ class DecodeWorker(Worker):
         blocks: BlockManager,
         scheduler: DecodeScheduler,
         receiver: KVReceiver,
+        inlet: Inlet,
     ) -> None:
         """Owns all of them; scheduler and receiver share `blocks`."""
         super().__init__(context)
@@ -53,6 +55,7 @@ class DecodeWorker(Worker):
         self._blocks = blocks
         self._scheduler = scheduler
         self._receiver = receiver
+        self._inlet = inlet
         self._gateway_of: dict[RequestKey, Incarnation] = {}
 
     # the loop
@@ -90,8 +93,12 @@ class DecodeWorker(Worker):
                 self._do(self._receiver.on_message(peer, message, now))
             case PieceArrived(peer, header, payload):
                 self._land(peer, header, payload)
+            case MemoryShared(peer):
+                self._receiver.on_memory_shared(peer)
             case PeerLost(peer):
                 self._do(self._receiver.on_peer_lost(peer, now))
+            case PeerExited(peer):
+                self._do(self._receiver.on_peer_exited(peer, now))
             case _:
                 self._counters["unexpected_message"] += 1
 
@@ -143,8 +150,8 @@ class DecodeWorker(Worker):
         else:
             self._own(gateway, request.key)
 
-    def _land(self, peer: Incarnation, frame: bytes, payload: bytes) -> None:
-        """Writes a piece whose lease is alive and whose digest is right."""
+    def _land(self, peer: Incarnation, frame: bytes, payload: bytes | None) -> None:
+        """Lands a piece whose lease is alive and whose digest is right."""
         try:
             header = unpack(frame)
         except WireError:
@@ -153,8 +160,7 @@ class DecodeWorker(Worker):
         block_ids = self._receiver.accept(peer, header)
         if block_ids is None:
             return
-        if is_intact(header, payload):
-            self._runner.kv_cache.write(header.layer, block_ids, payload)
+        if self._inlet.land(header, block_ids, payload):
             self._do(self._receiver.landed(header, self._clock()))
         else:
             self._do(self._receiver.corrupt(header, self._clock()))
@@ -249,5 +255,5 @@ def run(settings: WorkerSettings) -> int:
         max_lease_s=settings.lease_s,
         prefixes=prefixes,
     )
-    worker = DecodeWorker(context, runner, blocks, scheduler, receiver)
+    worker = DecodeWorker(context, runner, blocks, scheduler, receiver, Inlet(runner.kv_cache))
     return process.serve(served, data, worker.loop)

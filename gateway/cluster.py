@@ -49,7 +49,7 @@ class Worker:
             name=hello.name,
             incarnation=hello.source,
             control_endpoint=hello.control_endpoint,
-            data_endpoint=hello.data_endpoint,
+            data_endpoints=hello.data_endpoints,
         )
 
 
@@ -227,7 +227,8 @@ class Cluster:
     def _describe(self, worker: Worker, now: float) -> dict[str, Any]:
         hello, status, why = worker.hello, worker.status, self.why_unused(worker)
         return {
-            **hello.model_dump(mode="json", exclude={"kind", "source", "target"}),
+            **hello.model_dump(mode="json", exclude={"kind", "source", "target", "data_endpoints"}),
+            "transports": list(hello.data_endpoints),  # without their addresses, which may hold secrets
             "incarnation": f"{hello.source:016x}",
             "usable": not why,
             "reason": why,

@@ -15,8 +15,8 @@ from kvrelay.outputs import OutputStore
 from kvrelay.prefill.scheduler import PrefillScheduler
 from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
+from kvrelay.transfer.ports import Outlet
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send, SendPiece
-from kvrelay.transfer.protocol.piece import pack, seal
 from kvrelay.transfer.protocol.sender import KVSender
 from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, Sequence
@@ -32,6 +32,7 @@ class PrefillWorker(Worker):
         runner: ModelRunner,
         scheduler: PrefillScheduler,
         sender: KVSender,
+        outlet: Outlet,
         blocks: BlockManager,
         lease_s: float,
     ) -> None:
@@ -41,6 +42,7 @@ class PrefillWorker(Worker):
         self._runner = runner
         self._scheduler = scheduler
         self._sender = sender
+        self._outlet = outlet
         self._lease_s = lease_s
         self._requests: dict[RequestKey, tuple[Sequence, PrefillRequest]] = {}
 
@@ -163,8 +165,7 @@ class PrefillWorker(Worker):
                     self.fail(gateway, key, code, message)
 
     def _send(self, action: SendPiece) -> None:
-        payload = bytes(self._runner.kv_cache.read(action.header.layer, action.block_ids))
-        header = pack(seal(action.header, payload))
+        header, payload = self._outlet.take(action)
         self._mailbox.post([SendPayload(action.peer, header, payload, self._clock() + self._lease_s)])
 
     def _report_first(self, sequence: Sequence) -> None:
@@ -224,5 +225,6 @@ def run(settings: WorkerSettings) -> int:
     sender = KVSender(
         incarnation=incarnation, layout=served.layout, fingerprint=served.fingerprint, lease_s=settings.lease_s
     )
-    worker = PrefillWorker(context, runner, scheduler, sender, blocks, settings.lease_s)
+    outlet = Outlet(runner.kv_cache, lambda _: None)
+    worker = PrefillWorker(context, runner, scheduler, sender, outlet, blocks, settings.lease_s)
     return process.serve(served, data, worker.loop)

@@ -36,6 +36,21 @@ def test_what_is_written_lies_in_the_blocks_named_and_nowhere_else() -> None:
     assert bytes(memory.buffer) == bytes(15) + b"defghi" + bytes(3) + b"abc" + bytes(3)
 
 
+@pytest.mark.parametrize("parts", [(b"ab", b"cdefgh", b"", b"i"), (b"", b"abcdefghi"), (b"abc", b"def", b"ghi")])
+def test_it_does_not_matter_how_the_bytes_are_split(parts: tuple[bytes, ...]) -> None:
+    memory = BlockMemory.create(SMALL)
+    memory.write(1, (3, 0, 1), *parts)
+    assert bytes(memory.buffer) == bytes(15) + b"defghi" + bytes(3) + b"abc" + bytes(3)
+
+
+def test_whether_blocks_take_so_many_bytes() -> None:
+    memory = BlockMemory.create(SMALL)
+    assert memory.holds(1, (0, 4), 6)
+    assert not memory.holds(1, (0, 4), 7)
+    assert not memory.holds(1, (0, 5), 6)
+    assert not memory.holds(2, (0, 4), 6)
+
+
 @pytest.mark.parametrize(("layer", "block_ids"), [(2, (0,)), (-1, (0,)), (0, (5,)), (0, (0, -1))])
 def test_blocks_that_do_not_exist_are_refused(layer: int, block_ids: tuple[int, ...]) -> None:
     memory = BlockMemory.create(SMALL)

@@ -11,11 +11,25 @@ import zmq
 
 from kvrelay.channel import Connection, Listener
 from kvrelay.control import ControlThread
-from kvrelay.mailbox import Event, FromGateway, FromPeer, GatewayLost, Mailbox, PeerLost, SendPayload, ToGateway, ToPeer
+from kvrelay.errors import WireError
+from kvrelay.mailbox import (
+    Event,
+    FromGateway,
+    FromPeer,
+    GatewayLost,
+    Mailbox,
+    MemoryShared,
+    PeerExited,
+    PeerLost,
+    SendPayload,
+    ToGateway,
+    ToPeer,
+)
 from kvrelay.messages import (
     Drain,
     GatewayHello,
     KVCommit,
+    KVReleased,
     LeaseId,
     Ledger,
     Peer,
@@ -23,6 +37,7 @@ from kvrelay.messages import (
     WorkerLoad,
     WorkerStatus,
 )
+from kvrelay.transport import Arrived, Pollable
 from kvrelay.types import Incarnation, KVLayout, Role
 
 WORKER, GATEWAY, PEER = 1, 2, 3
@@ -37,31 +52,45 @@ WAIT_S = 20.0
 class Pipe:
     """A data plane whose receiver reads nothing until it is told to."""
 
-    endpoint: str = "tcp://h:2"
+    endpoints: dict[str, str] = field(default_factory=lambda: {"zmq": "tcp://h:2"})
     counters: Counter[str] = field(default_factory=lambda: Counter({"piece_dropped": 3}))
     reads: bool = False
-    sent: list[bytes] = field(default_factory=list)
+    is_ready: bool = True
+    fault: str = ""
+    told: list[MemoryShared | PeerExited] = field(default_factory=list)
+    sent: list[bytes | None] = field(default_factory=list)
     forgotten: list[Incarnation] = field(default_factory=list)
 
-    def sockets(self) -> list["zmq.Socket[bytes]"]:
+    def sockets(self) -> list[Pollable]:
         return []
 
-    def blocked(self) -> list["zmq.Socket[bytes]"]:
+    def blocked(self) -> list[Pollable]:
         return []
 
     def connect(self, peer: Peer) -> None:
         return
 
+    def ready(self, incarnation: Incarnation) -> bool:
+        if self.fault:
+            raise WireError(self.fault)
+        return self.is_ready
+
     def forget(self, incarnation: Incarnation) -> None:
         self.forgotten.append(incarnation)
 
-    def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+        if self.fault:
+            raise WireError(self.fault)
         if self.reads:
             self.sent.append(payload)
         return self.reads
 
-    def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
+    def receive(self, max_bytes: int) -> list[Arrived]:
         return []
+
+    def news(self) -> list[MemoryShared | PeerExited]:
+        told, self.told = self.told, []
+        return told
 
     def close(self) -> None:
         return
@@ -111,7 +140,7 @@ def hello(listener: Listener) -> WorkerHello:
         name="w",
         role=Role.PREFILL,
         control_endpoint=listener.endpoint,
-        data_endpoint="tcp://h:2",
+        data_endpoints={"zmq": "tcp://h:2"},
         model="m",
         fingerprint="f",
         max_model_len=10,
@@ -202,7 +231,7 @@ def test_answers_reach_the_gateway(world: World) -> None:
 
 def test_peers_talk_both_ways_and_their_loss_is_an_event(world: World) -> None:
     other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
-    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoint="tcp://h:2")
+    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoints={"zmq": "tcp://h:2"})
     world.mailbox.post([ToPeer(peer, COMMIT)])
     assert wait_for(other.receive) == [(WORKER, COMMIT)]
     other.send(WORKER, Drain(source=PEER))
@@ -223,13 +252,13 @@ def test_a_peer_that_connected_to_us_is_answered_and_its_loss_is_an_event(world:
 
 
 def test_an_address_that_is_none_loses_the_peer_and_harms_nobody(world: World) -> None:
-    nowhere = Peer(name="p", incarnation=PEER, control_endpoint="?", data_endpoint="?")
+    nowhere = Peer(name="p", incarnation=PEER, control_endpoint="?", data_endpoints={"zmq": "?"})
     world.mailbox.post([ToPeer(nowhere, COMMIT)])
     assert world.event(PeerLost) == PeerLost(PEER)
 
 
 def test_payload_waits_for_a_slow_receiver_and_is_dropped_with_its_lease(world: World) -> None:
-    peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoint="tcp://h:2")
+    peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoints={"zmq": "tcp://h:2"})
     never = time.monotonic() + 1000
     room = world.mailbox.payload_room
     world.mailbox.post([ToPeer(peer, COMMIT)])
@@ -242,7 +271,7 @@ def test_payload_waits_for_a_slow_receiver_and_is_dropped_with_its_lease(world: 
 
 def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_dropped(world: World) -> None:
     other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
-    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoint="tcp://h:2")
+    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoints={"zmq": "tcp://h:2"})
     room = world.mailbox.payload_room
     world.mailbox.post([ToPeer(peer, Drain(source=WORKER)), SendPayload(peer, b"", b"old", time.monotonic() + 1000)])
     wait_for(lambda: [1] * (world.mailbox.payload_room == room))
@@ -254,7 +283,46 @@ def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_drop
 def test_a_peer_that_cannot_be_reached_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a prompt would wait for its answer until the lease ends, with other candidates at hand."""
     monkeypatch.setattr("kvrelay.control.MAX_CONNECTING_S", 0.1)
-    nobody = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoint="tcp://h:2")
+    nobody = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoints={"zmq": "tcp://h:2"})
     world.mailbox.post([ToPeer(nobody, COMMIT)])
     assert world.event(PeerLost) == PeerLost(PEER)
     assert world.pipe.forgotten == [PEER]
+
+
+def test_nothing_is_said_to_a_peer_before_it_is_settled_how_payload_goes(world: World) -> None:
+    other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
+    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoints={"zmq": "tcp://h:2"})
+    world.pipe.is_ready = False
+    release = KVReleased(source=WORKER, target=PEER, lease_id=COMMIT.lease_id)
+    world.mailbox.post([ToPeer(peer, COMMIT), ToPeer(peer, release)])
+    wait_for(lambda: [1] * (len(world.control._unsaid.get(PEER, ())) == 2))
+    assert other.receive() == []
+    world.pipe.is_ready = True
+    said = wait_for(other.receive)
+    while len(said) < 2:
+        said += wait_for(other.receive)
+    assert said == [(WORKER, COMMIT), (WORKER, release)]
+    other.close()
+
+
+@pytest.mark.parametrize("when", ["settling", "sending"])
+def test_a_peer_that_payload_cannot_reach_is_lost(world: World, when: str) -> None:
+    peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoints={"zmq": "tcp://h:2"})
+    room = world.mailbox.payload_room
+    if when == "sending":
+        world.mailbox.post([ToPeer(peer, COMMIT), SendPayload(peer, b"", b"new", time.monotonic() + 1000)])
+        wait_for(lambda: [1] * (world.mailbox.payload_room == room - 3))
+    world.pipe.fault = "There is no way to p."
+    if when == "settling":
+        world.mailbox.post([ToPeer(peer, COMMIT)])
+    world.mailbox.wake()
+    assert world.event(PeerLost) == PeerLost(PEER)
+    assert world.mailbox.payload_room == room
+    assert world.pipe.forgotten == [PEER]
+
+
+def test_news_of_shared_memory_are_events(world: World) -> None:
+    world.pipe.told = [MemoryShared(PEER), PeerExited(PEER)]
+    world.mailbox.wake()
+    assert world.event(MemoryShared) == MemoryShared(PEER)
+    assert world.event(PeerExited) == PeerExited(PEER)

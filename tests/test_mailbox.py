@@ -18,7 +18,7 @@ from kvrelay.mailbox import (
 )
 from kvrelay.messages import Drain, Peer
 
-PEER = Peer(name="d", incarnation=5, control_endpoint="tcp://h:1", data_endpoint="tcp://h:2")
+PEER = Peer(name="d", incarnation=5, control_endpoint="tcp://h:1", data_endpoints={"zmq": "tcp://h:2"})
 
 
 @pytest.fixture
@@ -79,17 +79,29 @@ def test_events_are_bounded_in_number_and_in_bytes(mailbox: Mailbox) -> None:
 
 
 def test_payload_that_found_no_room_is_told_when_there_is_some(mailbox: Mailbox) -> None:
-    mailbox.post([payload(MAX_PAYLOAD_BYTES - 10), payload(10)])
+    large, small = payload(MAX_PAYLOAD_BYTES - 10), payload(10)
+    mailbox.post([large, small])
     assert mailbox.payload_room == 0
-    mailbox.payload_done(10)
+    mailbox.payload_done(small)
     assert mailbox.take(0.0) == []  # not for every little piece
-    mailbox.payload_done(MAX_PAYLOAD_BYTES - 10)
+    mailbox.payload_done(large)
     assert mailbox.take(0.0) == [PayloadSent()]
     assert mailbox.payload_room == MAX_PAYLOAD_BYTES
 
 
 def test_payload_that_always_found_room_is_not_told(mailbox: Mailbox) -> None:
-    mailbox.post([payload(10)])
+    order = payload(10)
+    mailbox.post([order])
     assert mailbox.payload_room == MAX_PAYLOAD_BYTES - 10
-    mailbox.payload_done(10)
+    mailbox.payload_done(order)
     assert mailbox.take(0.0) == []
+
+
+def test_payload_that_lies_where_it_belongs_takes_no_room(mailbox: Mailbox) -> None:
+    order = SendPayload(PEER, b"header", None, deadline=1.0)
+    mailbox.post([order])
+    assert mailbox.payload_room == MAX_PAYLOAD_BYTES
+    mailbox.payload_done(order)
+    mailbox.deliver(PieceArrived(1, b"header", None))
+    assert mailbox.take(0.0) == [PieceArrived(1, b"header", None)]
+    assert mailbox.has_room

@@ -49,7 +49,7 @@ from kvrelay.types import FinishReason, KVLayout, Role, SamplingParams
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 LEASE = LeaseId(2**64 - 1, 7)
-PEER = Peer(name="decode-0", incarnation=5, control_endpoint="tcp://h:1", data_endpoint="tcp://h:2")
+PEER = Peer(name="decode-0", incarnation=5, control_endpoint="tcp://h:1", data_endpoints={"zmq": "tcp://h:2"})
 PARAMS = SamplingParams(max_tokens=3, temperature=0.7, seed=2**64 - 1, stop_token_ids=(1, 2))
 ABOUT = {"source": 2**64 - 1, "target": 1, "request_id": "r", "attempt": 2}
 PROMPT = {**ABOUT, "prompt_token_ids": (1, 2, 3), "params": PARAMS}
@@ -60,7 +60,7 @@ MESSAGES: list[Message] = [
         name="p",
         role=Role.PREFILL,
         control_endpoint="tcp://h:1",
-        data_endpoint="tcp://h:2",
+        data_endpoints={"zmq": "tcp://h:2"},
         model="m",
         fingerprint="f",
         max_model_len=8192,

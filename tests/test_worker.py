@@ -26,6 +26,7 @@ from kvrelay.messages import (
 )
 from kvrelay.outputs import OutputStore
 from kvrelay.prefixes import Prefixes
+from kvrelay.transfer.ports import Inlet
 from kvrelay.transfer.protocol.receiver import KVReceiver
 from kvrelay.types import Batch, KVLayout, SamplingParams
 from kvrelay.worker import WorkerContext
@@ -95,7 +96,7 @@ def bench() -> Iterator[Bench]:
         prefixes=prefixes,
     )
     stand_in: Any = runner
-    yield Bench(DecodeWorker(context, stand_in, blocks, scheduler, receiver), runner, mailbox, blocks)
+    yield Bench(DecodeWorker(context, stand_in, blocks, scheduler, receiver, Inlet(stand_in)), runner, mailbox, blocks)
     mailbox.close()
 
 

@@ -6,17 +6,21 @@ a receiver that does not read makes `send` say no, which is an event for the sen
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 
 import zmq
 
 from kvrelay.channel import bind, parse_routing_id, routing_id
 from kvrelay.errors import AddressInUse, WireError
+from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, check_piece
+from kvrelay.transport import Arrived
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
 
+NAME = "zmq"
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_QUEUED_PIECES = 16
 # A connection that died in silence (a cable, a firewall) is noticed by ZeroMQ itself and made anew.
@@ -55,7 +59,7 @@ class ZmqTransport:
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects replaces its dead connection
         try:
-            self.endpoint = bind(self._router, host, ports)
+            self.endpoints = {NAME: bind(self._router, host, ports)}
         except AddressInUse:
             self.close()
             raise
@@ -72,9 +76,13 @@ class ZmqTransport:
         """Connects early; a second call does nothing.
 
         Raises:
-            WireError: the peer's data endpoint is malformed.
+            WireError: the peer has no such endpoint, or a malformed one.
         """
         self._dealer(peer)
+
+    def ready(self, incarnation: Incarnation) -> bool:
+        """At once: what is sent before the connection is up would block."""
+        return incarnation in self._dealers
 
     def forget(self, incarnation: Incarnation) -> None:
         """Closes the connection to a process that is gone, dropping what was not sent."""
@@ -83,12 +91,14 @@ class ZmqTransport:
         if dealer is not None:
             dealer.close(linger=0)
 
-    def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
         """Queues one piece; False if the queue is full or there is no connection yet. Both buffers are copied.
 
         Raises:
-            WireError: the peer's data endpoint is malformed.
+            WireError: the peer has no such endpoint or a malformed one, or there is no payload.
         """
+        if payload is None:
+            raise WireError(f"A piece for {peer.name} has no payload that ZeroMQ could carry.")
         dealer = self._dealer(peer)
         try:
             dealer.send_multipart([header, payload], zmq.NOBLOCK, copy=True)
@@ -97,11 +107,13 @@ class ZmqTransport:
             self._blocked.add(peer.incarnation)
             return False
         self._blocked.discard(peer.incarnation)
+        self.counters["zmq_pieces_sent"] += 1
+        self.counters["zmq_bytes_sent"] += len(payload)
         return True
 
-    def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
+    def receive(self, max_bytes: int) -> list[Arrived]:
         """Pieces that are there now, until they exceed `max_bytes`; what is malformed is counted and dropped."""
-        pieces: list[tuple[Incarnation, bytes, bytes]] = []
+        pieces: list[Arrived] = []
         while max_bytes > 0:
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
@@ -112,7 +124,13 @@ class ZmqTransport:
                 pieces.append(_parse(frames))
             except WireError as error:
                 self._malformed(str(error))
+        self.counters["zmq_pieces_received"] += len(pieces)
+        self.counters["zmq_bytes_received"] += sum(len(piece.payload or b"") for piece in pieces)
         return pieces
+
+    def news(self) -> Sequence[MemoryShared | PeerExited]:
+        """None: nobody writes into this process by itself."""
+        return ()
 
     def close(self) -> None:
         """Closes every socket, dropping what was not sent."""
@@ -123,14 +141,17 @@ class ZmqTransport:
     def _dealer(self, peer: Peer) -> "zmq.Socket[bytes]":
         if peer.incarnation in self._dealers:
             return self._dealers[peer.incarnation]
+        endpoint = peer.data_endpoints.get(NAME)
+        if endpoint is None:
+            raise WireError(f"{peer.name} does not take payload over ZeroMQ.")
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, routing_id(self._incarnation))
         dealer.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues for a process that is not there
         try:
-            dealer.connect(peer.data_endpoint)
+            dealer.connect(endpoint)
         except zmq.ZMQError as error:
             dealer.close(linger=0)
-            raise WireError(f"{peer.name} cannot be reached at {peer.data_endpoint!r}: {error.strerror}.") from error
+            raise WireError(f"{peer.name} cannot be reached at {endpoint!r}: {error.strerror}.") from error
         self._dealers[peer.incarnation] = dealer
         return dealer
 
@@ -151,10 +172,10 @@ class ZmqTransport:
         self.counters["payload_malformed"] += 1
 
 
-def _parse(frames: list[bytes]) -> tuple[Incarnation, bytes, bytes]:
+def _parse(frames: list[bytes]) -> Arrived:
     if len(frames) != 3:
         raise WireError(f"A piece has a header of {HEADER_BYTES} bytes and a payload, not {len(frames) - 1} frames.")
     identity, header, payload = frames
     peer = parse_routing_id(identity)
     check_piece(header, payload)
-    return peer, header, payload
+    return Arrived(peer, header, payload)

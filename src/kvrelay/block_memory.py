@@ -8,10 +8,12 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import WireError
+
+Bytes = bytes | bytearray | memoryview
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -83,29 +85,49 @@ class BlockMemory:
         base = layer * self.geometry.num_blocks
         return [self.buffer[(base + first) * size : (base + last + 1) * size] for first, last in _runs(block_ids)]
 
-    def write(self, layer: int, block_ids: Sequence[int], payload: bytes | bytearray | memoryview) -> None:
-        """Puts bytes into blocks of a layer, and touches no others.
+    def holds(self, layer: int, block_ids: Sequence[int], num_bytes: int) -> bool:
+        """Whether these blocks exist and take just so many bytes."""
+        return self._has(layer, block_ids) and num_bytes == len(block_ids) * self.geometry.block_bytes
+
+    def write(self, layer: int, block_ids: Sequence[int], *parts: Bytes) -> None:
+        """Puts bytes, however they are split, into blocks of a layer, and touches no others.
 
         Raises:
             IndexError: a layer or block that does not exist.
-            WireError: the payload has another size.
+            WireError: there are more or fewer bytes than the blocks take.
         """
-        source = memoryview(payload).cast("B")
-        expected = len(block_ids) * self.geometry.block_bytes
-        if source.nbytes != expected:
+        found = sum(memoryview(part).nbytes for part in parts)
+        if found != (expected := len(block_ids) * self.geometry.block_bytes):
             raise WireError(
-                f"A payload for {len(block_ids)} KV blocks has {source.nbytes} bytes, but {expected} were expected."
+                f"A payload for {len(block_ids)} KV blocks has {found} bytes, but {expected} were expected."
             )
-        begin = 0
-        for target in self.views(layer, block_ids):
-            target[:] = source[begin : begin + target.nbytes]
-            begin += target.nbytes
+        for target, source in _paired(self.views(layer, block_ids), parts):
+            target[:] = source
+
+    def _has(self, layer: int, block_ids: Sequence[int]) -> bool:
+        exist = not block_ids or 0 <= min(block_ids) <= max(block_ids) < self.geometry.num_blocks
+        return exist and 0 <= layer < self.geometry.num_layers
 
     def _check(self, layer: int, block_ids: Sequence[int]) -> None:
-        if not 0 <= layer < self.geometry.num_layers:
-            raise IndexError(f"layer {layer} does not exist: the cache has {self.geometry.num_layers} layers")
-        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.geometry.num_blocks:
-            raise IndexError(f"blocks {list(block_ids)} do not all exist: there are {self.geometry.num_blocks}")
+        if not self._has(layer, block_ids):
+            raise IndexError(
+                f"Blocks {list(block_ids)} of layer {layer} do not all exist: there are {self.geometry.num_blocks} in "
+                f"each of {self.geometry.num_layers} layers."
+            )
+
+
+def _paired(targets: Iterable[memoryview], parts: Iterable[Bytes]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Cuts two lists of as many bytes into pairs of equal length."""
+    sources = (memoryview(part).cast("B") for part in parts)
+    source = memoryview(b"")
+    for target in targets:
+        begin = 0
+        while begin < target.nbytes:
+            while not source.nbytes:
+                source = next(sources)
+            size = min(target.nbytes - begin, source.nbytes)
+            yield target[begin : begin + size], source[:size]
+            begin, source = begin + size, source[size:]
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

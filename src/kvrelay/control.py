@@ -9,8 +9,7 @@ payload ◀───▶ Transport ───┘                    └─◀ post
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 import zmq
 
@@ -29,6 +28,7 @@ from kvrelay.mailbox import (
     ToPeer,
 )
 from kvrelay.messages import AnyMessage, GatewayHello, KVCommit, KVOffer, Message, Peer, WorkerHello
+from kvrelay.transport import Transport
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
@@ -39,54 +39,6 @@ MAX_UNUSED_S = 600.0  # much longer than any lease, so nothing hangs on a connec
 RETRY_S = 0.002
 
 Question = KVOffer | KVCommit
-
-
-class Transport(Protocol):
-    """Moves packed pieces between workers. It belongs to the control thread, never blocks, and never dies of a peer.
-
-    `endpoint` is where peers reach this end; `counters` say what was dropped, and how often.
-    """
-
-    endpoint: str
-    counters: Counter[str]
-
-    def sockets(self) -> Iterable["zmq.Socket[bytes]"]:
-        """What to poll for incoming payload. The set may change with each call of another method."""
-        ...
-
-    def blocked(self) -> Iterable["zmq.Socket[bytes]"]:
-        """What to poll for room to send: the connections whose last `send` returned False."""
-        ...
-
-    def connect(self, peer: Peer) -> None:
-        """Opens the connection early, so that the first piece need not wait for it. A second call does nothing.
-
-        Raises:
-            WireError: the peer's data endpoint is malformed.
-        """
-        ...
-
-    def forget(self, incarnation: Incarnation) -> None:
-        """Closes the connection to a process that is gone; what was not sent is dropped. Unknown ones are fine."""
-        ...
-
-    def send(self, peer: Peer, header: bytes, payload: bytes) -> bool:
-        """Takes one piece, connecting if need be. False: it would block, nothing was taken, try again later.
-
-        When it returns, neither buffer is read any more.
-        """
-        ...
-
-    def receive(self, max_bytes: int) -> list[tuple[Incarnation, bytes, bytes]]:
-        """Pieces that are there now, as (sender, packed header, payload), until they exceed `max_bytes` of payload.
-
-        Headers are well-formed and fit their payload's size; digests and leases are the receiver's to check.
-        """
-        ...
-
-    def close(self) -> None:
-        """Closes everything; what was not sent is dropped."""
-        ...
 
 
 class GatewayLink:
@@ -167,6 +119,7 @@ class ControlThread:
         self._peers: dict[Incarnation, Connection] = {}
         self._used_at: dict[Incarnation, float] = {}
         self._connecting: dict[Incarnation, float] = {}  # since when
+        self._unsaid: dict[Incarnation, list[Message]] = {}
         self._unsent: dict[Incarnation, deque[SendPayload]] = {}
         self._stopping = False
         self.failed = False
@@ -229,6 +182,8 @@ class ControlThread:
             self._hear_peer(incarnation, connection)
         for peer, header, payload in self._data.receive(MAX_READ_BYTES):
             self._mailbox.deliver(PieceArrived(peer, header, payload))
+        for news in self._data.news():  # before whatever a peer says once it has our memory
+            self._mailbox.deliver(news)
         for incarnation in self._listener.lost():
             self._mailbox.deliver(PeerLost(incarnation))
 
@@ -250,8 +205,9 @@ class ControlThread:
         del self._used_at[incarnation]
         self._connecting.pop(incarnation, None)
         self._data.forget(incarnation)
+        self._unsaid.pop(incarnation, None)
         for order in self._unsent.pop(incarnation, ()):
-            self._mailbox.payload_done(len(order.payload))
+            self._mailbox.payload_done(order)
 
     def _obey(self) -> None:
         for order in self._mailbox.orders():
@@ -264,6 +220,8 @@ class ControlThread:
                     self._tell_peer(peer, message)
                 case SendPayload():
                     self._queue_payload(order)
+        for incarnation in list(self._unsaid):
+            self._say(incarnation)
 
     def _tell_gateway(self, gateway: Incarnation, message: Message) -> None:
         """A gateway that does not read loses its requests, and never stalls a step."""
@@ -278,7 +236,18 @@ class ControlThread:
         if peer.incarnation not in self._peers and not (isinstance(message, Question) and self._meet(peer)):
             return
         self._used_at[peer.incarnation] = self._clock()
-        self._peers[peer.incarnation].send(message)
+        self._unsaid.setdefault(peer.incarnation, []).append(message)
+
+    def _say(self, incarnation: Incarnation) -> None:
+        """Nothing is said before it is settled how payload goes: what a receiver grants depends on it."""
+        try:
+            ready = self._data.ready(incarnation)
+        except WireError as error:
+            log.warning("%s", error)
+            self._lose(incarnation)
+            return
+        for message in self._unsaid.pop(incarnation) if ready else ():
+            self._peers[incarnation].send(message)
 
     def _meet(self, peer: Peer) -> bool:
         try:
@@ -296,15 +265,22 @@ class ControlThread:
         if order.peer.incarnation in self._peers:
             self._unsent.setdefault(order.peer.incarnation, deque()).append(order)
         else:
-            self._mailbox.payload_done(len(order.payload))
+            self._mailbox.payload_done(order)
 
     def _send_payload(self) -> None:
-        now = self._clock()
         for incarnation, orders in list(self._unsent.items()):
-            while orders and (orders[0].deadline < now or self._data.send(*_parts(orders[0]))):
-                self._mailbox.payload_done(len(orders.popleft().payload))
+            try:
+                self._send_some(orders)
+            except WireError as error:
+                log.warning("%s", error)
+                self._lose(incarnation)
             if not orders:
-                del self._unsent[incarnation]
+                self._unsent.pop(incarnation, None)
+
+    def _send_some(self, orders: deque[SendPayload]) -> None:
+        now = self._clock()
+        while orders and (orders[0].deadline < now or self._data.send(*_parts(orders[0]))):
+            self._mailbox.payload_done(orders.popleft())
 
     def _beat(self) -> None:
         now = self._clock()
@@ -332,5 +308,5 @@ class ControlThread:
         self._data.close()
 
 
-def _parts(order: SendPayload) -> tuple[Peer, bytes, bytes]:
+def _parts(order: SendPayload) -> tuple[Peer, bytes, bytes | None]:
     return order.peer, order.header, order.payload

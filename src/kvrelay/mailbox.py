@@ -32,11 +32,11 @@ class FromPeer:
 
 @dataclass(frozen=True, slots=True)
 class PieceArrived:
-    """Payload came: header and bytes as the sender packed them, not verified yet."""
+    """A piece came as the sender packed it, not verified yet; `payload` None: it lies in our memory already."""
 
     peer: Incarnation
     header: bytes
-    payload: bytes
+    payload: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,20 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryShared:
+    """Another worker was given our KV memory: under leases granted from now on it may write there by itself."""
+
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class PeerExited:
+    """A worker that could write into our KV memory has ended, as the operating system says."""
+
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class PayloadSent:
     """There is room again for payload to send."""
 
@@ -63,7 +77,7 @@ class Stop:
     """The process should end."""
 
 
-Event = FromGateway | FromPeer | PieceArrived | GatewayLost | PeerLost | PayloadSent | Stop
+Event = FromGateway | FromPeer | PieceArrived | GatewayLost | PeerLost | MemoryShared | PeerExited | PayloadSent | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +98,23 @@ class ToPeer:
 
 @dataclass(frozen=True, slots=True)
 class SendPayload:
-    """Send one packed piece of KV, unless `deadline` (monotonic seconds) passes first: then its lease has ended."""
+    """Send one packed piece of KV, unless `deadline` (monotonic seconds) passes first: then its lease has ended.
+
+    `payload` None: it was written into the peer's memory already, and only the header goes.
+    """
 
     peer: Peer
     header: bytes
-    payload: bytes
+    payload: bytes | None
     deadline: float
 
 
 Order = ToGateway | ToPeer | SendPayload
+
+
+def num_bytes(piece: PieceArrived | SendPayload) -> int:
+    """Bytes of payload that wait in this process."""
+    return 0 if piece.payload is None else len(piece.payload)
 
 
 class Mailbox:
@@ -125,7 +147,7 @@ class Mailbox:
             while True:
                 taken.append(self._events.get_nowait())
         except queue.Empty:
-            self._count(bytes_in=-sum(len(event.payload) for event in taken if isinstance(event, PieceArrived)))
+            self._count(bytes_in=-sum(num_bytes(event) for event in taken if isinstance(event, PieceArrived)))
             return taken
 
     def post(self, orders: Iterable[Order]) -> None:
@@ -133,7 +155,7 @@ class Mailbox:
         posted = list(orders)
         if not posted:
             return
-        self._count(bytes_out=sum(len(order.payload) for order in posted if isinstance(order, SendPayload)))
+        self._count(bytes_out=sum(num_bytes(order) for order in posted if isinstance(order, SendPayload)))
         self._orders.extend(posted)
         self.wake()
 
@@ -155,7 +177,7 @@ class Mailbox:
     def deliver(self, event: Event) -> None:
         """Hands an event to the compute thread."""
         if isinstance(event, PieceArrived):
-            self._count(bytes_in=len(event.payload))
+            self._count(bytes_in=num_bytes(event))
         self._events.put(event)
 
     def orders(self) -> list[Order]:
@@ -165,9 +187,9 @@ class Mailbox:
             taken.append(self._orders.popleft())
         return taken
 
-    def payload_done(self, num_bytes: int) -> None:
+    def payload_done(self, order: SendPayload) -> None:
         """Payload of an order has left (or was dropped)."""
-        self._count(bytes_out=-num_bytes)
+        self._count(bytes_out=-num_bytes(order))
         with self._lock:
             tell = self._out_was_full and self._bytes_out <= MAX_PAYLOAD_BYTES // 2
             self._out_was_full = self._out_was_full and not tell

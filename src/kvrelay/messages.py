@@ -24,6 +24,9 @@ Counts = Annotated[tuple[Count, ...], FailFast()]
 TokenIds = Annotated[tuple[TokenId, ...], FailFast()]
 
 
+DataEndpoints = Annotated[dict[Name, Name], Field(min_length=1, max_length=8)]  # by the transport's name
+
+
 class LeaseId(NamedTuple):
     """Names one grant, for ever: the receiver's incarnation and its own counter."""
 
@@ -62,7 +65,7 @@ class Peer(Wire):
     name: Name
     incarnation: Incarnation
     control_endpoint: Name
-    data_endpoint: Name
+    data_endpoints: DataEndpoints
 
 
 class TokenOutput(Wire):
@@ -139,7 +142,7 @@ class WorkerHello(Message):
     name: Name
     role: Role
     control_endpoint: Name
-    data_endpoint: Name
+    data_endpoints: DataEndpoints
     model: Name
     fingerprint: Name
     max_model_len: int = Field(ge=1)

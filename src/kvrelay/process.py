@@ -7,17 +7,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import zmq
 
 from kvrelay.channel import Listener
 from kvrelay.config import WorkerSettings
-from kvrelay.control import ControlThread, Transport
+from kvrelay.control import ControlThread
 from kvrelay.errors import AddressInUse
 from kvrelay.mailbox import Mailbox
 from kvrelay.messages import WorkerHello
+from kvrelay.transport import Transport
 from kvrelay.types import Incarnation, KVLayout, Role
 
 log = logging.getLogger(__name__)
@@ -43,11 +44,13 @@ def new_incarnation() -> Incarnation:
 
 
 def advertised(endpoint: str, settings: WorkerSettings) -> str:
-    """The address to tell others for a bound `endpoint`.
+    """The address to tell others for a bound `endpoint`; one that is no TCP address is told as it is.
 
     Raises:
         AddressInUse: bound to every address, but told none of them.
     """
+    if not endpoint.startswith("tcp://"):
+        return endpoint
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     told = settings.advertise or host
     if told in ("0.0.0.0", "*", "[::]"):
@@ -84,7 +87,7 @@ class WorkerProcess:
             listener=self.listener,
             data=data,
             gateways=self.settings.gateways,
-            hello=self._hello(served, data.endpoint),
+            hello=self._hello(served, data.endpoints),
             heartbeat_s=self.settings.heartbeat_s,
             death_s=self.settings.death_s,
             clock=time.monotonic,
@@ -102,13 +105,13 @@ class WorkerProcess:
             self.mailbox.close()
         return 1 if control.failed else 0
 
-    def _hello(self, served: ServedModel, data_endpoint: str) -> WorkerHello:
+    def _hello(self, served: ServedModel, endpoints: Mapping[str, str]) -> WorkerHello:
         return WorkerHello(
             source=self.incarnation,
             name=self.name,
             role=self.role,
             control_endpoint=advertised(self.listener.endpoint, self.settings),
-            data_endpoint=advertised(data_endpoint, self.settings),
+            data_endpoints={name: advertised(endpoint, self.settings) for name, endpoint in endpoints.items()},
             model=served.name,
             fingerprint=served.fingerprint,
             max_model_len=served.max_model_len,

@@ -106,7 +106,7 @@ def as_peer(worker: WorkerHello) -> Peer:
         name=worker.name,
         incarnation=worker.source,
         control_endpoint=worker.control_endpoint,
-        data_endpoint=worker.data_endpoint,
+        data_endpoints=worker.data_endpoints,
     )
 
 

@@ -29,7 +29,7 @@ def hello(
         name=f"{role}-{incarnation}",
         role=role,
         control_endpoint=f"tcp://127.0.0.1:{port or incarnation}",
-        data_endpoint=f"tcp://127.0.0.1:{(port or incarnation) + 20_000}",
+        data_endpoints={"zmq": f"tcp://127.0.0.1:{(port or incarnation) + 20_000}"},
         model=MODEL,
         fingerprint=fingerprint,
         max_model_len=max_model_len,
@@ -56,7 +56,10 @@ def status(incarnation: int, *, draining: bool = False, load: WorkerLoad | None 
 def peer(incarnation: int) -> Peer:
     """A decode candidate."""
     return Peer(
-        name=f"d{incarnation}", incarnation=incarnation, control_endpoint="tcp://c:1", data_endpoint="tcp://d:1"
+        name=f"d{incarnation}",
+        incarnation=incarnation,
+        control_endpoint="tcp://c:1",
+        data_endpoints={"zmq": "tcp://d:1"},
     )
 
 

@@ -60,7 +60,12 @@ def new_receiver(
 
 def new_peer(incarnation: int, name: str = "d0") -> Peer:
     """Where a receiver is said to be."""
-    return Peer(name=name, incarnation=incarnation, control_endpoint=f"tcp://{name}:1", data_endpoint=f"tcp://{name}:2")
+    return Peer(
+        name=name,
+        incarnation=incarnation,
+        control_endpoint=f"tcp://{name}:1",
+        data_endpoints={"zmq": f"tcp://{name}:2"},
+    )
 
 
 def new_sequence(

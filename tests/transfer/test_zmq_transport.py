@@ -8,14 +8,14 @@ import pytest
 import zmq
 
 from kvrelay.channel import routing_id
-from kvrelay.control import Transport
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.messages import LeaseId, Peer
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, PieceHeader, is_intact, pack, seal, unpack
 from kvrelay.transfer.zmq_transport import ZmqTransport
+from kvrelay.transport import Arrived, Transport
 
 SENDER, RECEIVER = 1, 2
-Piece = tuple[int, bytes, bytes]
+Piece = Arrived
 
 
 class Sockets:
@@ -63,8 +63,8 @@ def sender(sockets: Sockets) -> ZmqTransport:
 
 
 def peer_of(transport: ZmqTransport, incarnation: int = RECEIVER) -> Peer:
-    endpoint = transport.endpoint
-    return Peer(name="d", incarnation=incarnation, control_endpoint=endpoint, data_endpoint=endpoint)
+    endpoint = transport.endpoints["zmq"]
+    return Peer(name="d", incarnation=incarnation, control_endpoint=endpoint, data_endpoints={"zmq": endpoint})
 
 
 def piece(number: int, num_blocks: int = 1) -> tuple[bytes, bytes]:
@@ -95,7 +95,7 @@ def send(transport: ZmqTransport, peer: Peer, header: bytes, payload: bytes) -> 
 
 def test_it_is_a_transport(sender: ZmqTransport) -> None:
     transport: Transport = sender
-    assert transport.endpoint.startswith("tcp://127.0.0.1:")
+    assert transport.endpoints["zmq"].startswith("tcp://127.0.0.1:")
 
 
 def test_pieces_arrive_whole_and_in_order(sender: ZmqTransport, receiver: ZmqTransport) -> None:
@@ -107,7 +107,7 @@ def test_pieces_arrive_whole_and_in_order(sender: ZmqTransport, receiver: ZmqTra
         found += receiver.receive(2**24)
     found += receive(receiver, lambda more: len(found) + len(more) == len(sent))
     assert found == [(SENDER, header, payload) for header, payload in sent]
-    assert all(is_intact(unpack(header), payload) for _, header, payload in found)
+    assert all(payload is not None and is_intact(unpack(header), payload) for _, header, payload in found)
 
 
 def test_receive_stops_at_its_limit(sender: ZmqTransport, receiver: ZmqTransport) -> None:
@@ -159,8 +159,8 @@ def test_garbage_frames_are_counted_and_the_next_piece_still_arrives(
         [header[:-1], payload],
         [header, payload, b"more"],
     ]
-    raw = sockets.dealer(receiver.endpoint, routing_id(5))
-    nameless = sockets.dealer(receiver.endpoint)
+    raw = sockets.dealer(receiver.endpoints["zmq"], routing_id(5))
+    nameless = sockets.dealer(receiver.endpoints["zmq"])
     for frames in garbage:
         raw.send_multipart(frames)
     nameless.send_multipart([header, payload])
@@ -173,7 +173,7 @@ def test_garbage_frames_are_counted_and_the_next_piece_still_arrives(
 def test_an_oversized_frame_costs_its_sender_the_connection_and_nobody_else(
     sender: ZmqTransport, receiver: ZmqTransport, sockets: Sockets
 ) -> None:
-    raw = sockets.dealer(receiver.endpoint)
+    raw = sockets.dealer(receiver.endpoints["zmq"])
     monitor = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     raw.send_multipart([b"x" * HEADER_BYTES, b"y" * (2**22 + 1)])
     assert monitor.poll(10_000), "the connection should have been closed"
@@ -188,7 +188,7 @@ def test_a_receiver_that_restarts_at_the_same_address_is_reached_again(sender: Z
     old = sockets.transport(RECEIVER)
     send(sender, peer_of(old), *piece(1))
     assert len(receive(old, bool)) == 1
-    port = old.endpoint.rpartition(":")[2]
+    port = old.endpoints["zmq"].rpartition(":")[2]
     old.close()
     new = _bind_again(sockets, port)
     found: list[Piece] = []
@@ -211,7 +211,7 @@ def _bind_again(sockets: Sockets, port: str) -> ZmqTransport:
 
 
 def test_a_malformed_endpoint_is_a_wire_error(sender: ZmqTransport) -> None:
-    peer = Peer(name="d", incarnation=3, control_endpoint="x", data_endpoint="nowhere")
+    peer = Peer(name="d", incarnation=3, control_endpoint="x", data_endpoints={"zmq": "nowhere"})
     with pytest.raises(WireError, match="d cannot be reached at 'nowhere'"):
         sender.connect(peer)
 
@@ -223,4 +223,4 @@ def test_each_port_of_a_range_is_tried(sockets: Sockets) -> None:
             sockets.transport(1, str(port))
         if port < 65_500:
             transport = sockets.transport(1, f"{port}-{port + 30}")
-            assert not transport.endpoint.endswith(f":{port}")
+            assert not transport.endpoints["zmq"].endswith(f":{port}")

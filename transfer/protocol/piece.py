@@ -79,21 +79,23 @@ def _pack_fields(header: PieceHeader) -> bytes:
     )
 
 
-def digest(header: PieceHeader, payload: Payload) -> int:
-    """XXH3 over every field of the header but the digest, then the payload."""
+def digest(header: PieceHeader, *parts: Payload) -> int:
+    """XXH3 over every field of the header but the digest, then the payload, in however many parts it lies."""
     hasher = xxhash.xxh3_64(_pack_fields(header))
-    hasher.update(payload)
+    for part in parts:
+        hasher.update(part)
     return hasher.intdigest()
 
 
-def seal(header: PieceHeader, payload: Payload) -> PieceHeader:
+def seal(header: PieceHeader, *parts: Payload) -> PieceHeader:
     """The header with the digest filled in."""
-    return replace(header, digest=digest(header, payload))
+    return replace(header, digest=digest(header, *parts))
 
 
-def is_intact(header: PieceHeader, payload: Payload) -> bool:
+def is_intact(header: PieceHeader, *parts: Payload) -> bool:
     """True if neither a bit of the header nor of the payload differs from what was sealed."""
-    return memoryview(payload).nbytes == header.payload_bytes and digest(header, payload) == header.digest
+    size = sum(memoryview(part).nbytes for part in parts)
+    return size == header.payload_bytes and digest(header, *parts) == header.digest
 
 
 def pack(header: PieceHeader) -> bytes:

@@ -1,0 +1,70 @@
+"""Where KV leaves and enters a worker's memory. Both ends belong to the compute thread, which knows the leases.
+
+A lease begins, ends and is confirmed as released in the sender's compute thread, and that same thread writes into the
+receiver's memory, at once, when it is told to send a piece. So no write can follow what it says afterwards: neither
+the KVCommit, nor the KVReleased that lets the receiver give the blocks to somebody else.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvrelay.block_memory import BlockMemory
+from kvrelay.transfer.protocol.actions import SendPiece
+from kvrelay.transfer.protocol.piece import PieceHeader, is_intact, pack, seal
+from kvrelay.types import Incarnation
+
+
+class KVMemory(Protocol):
+    """A worker's own KV. Both raise IndexError for a layer or block that does not exist."""
+
+    def views(self, layer: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of some blocks of a layer, in order, in as few parts as they lie in."""
+        ...
+
+    def write(self, layer: int, block_ids: Sequence[int], payload: bytes) -> None:
+        """Puts bytes into blocks of a layer. Raises WireError if they are too many or too few."""
+        ...
+
+
+class Outlet:
+    """Takes pieces out of a sender's memory."""
+
+    def __init__(self, memory: KVMemory, shared: Callable[[Incarnation], BlockMemory | None]) -> None:
+        """`shared` gives the memory that a receiver shares with this process, None if it does not."""
+        self._memory = memory
+        self._shared = shared
+
+    def take(self, piece: SendPiece) -> tuple[bytes, bytes | None]:
+        """The piece's sealed header and its payload, None if it was written to where it belongs."""
+        parts = self._memory.views(piece.header.layer, piece.block_ids)
+        if (target := self._target(piece)) is not None:
+            target.write(piece.header.layer, piece.target_block_ids, *parts)
+            return pack(seal(piece.header, *parts)), None
+        payload = b"".join(parts)
+        return pack(seal(piece.header, payload)), payload
+
+    def _target(self, piece: SendPiece) -> BlockMemory | None:
+        """The receiver's memory, if the lease allows to write there and the blocks are as they should be."""
+        target = self._shared(piece.peer.incarnation) if piece.one_sided else None
+        header = piece.header
+        fits = target is not None and target.holds(header.layer, piece.target_block_ids, header.payload_bytes)
+        return target if fits else None
+
+
+class Inlet:
+    """Puts accepted pieces into a receiver's memory."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+
+    def land(self, header: PieceHeader, block_ids: Sequence[int], payload: bytes | None) -> bool:
+        """Verifies a piece and makes sure that it lies in these blocks; False if its digest is wrong.
+
+        `payload` is None when the sender has written it there by itself.
+        """
+        if payload is None:
+            return is_intact(header, *self._memory.views(header.layer, block_ids))
+        intact = is_intact(header, payload)
+        if intact:
+            self._memory.write(header.layer, block_ids, payload)
+        return intact
