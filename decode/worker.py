@@ -28,11 +28,11 @@ from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
 from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
+from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.ports import Inlet
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
 from kvrelay.transfer.protocol.piece import unpack
 from kvrelay.transfer.protocol.receiver import KVReceiver
-from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
 from kvrelay.worker import Worker, WorkerContext
 
@@ -226,8 +226,9 @@ def run(settings: WorkerSettings) -> int:
     runner, served = load_served(settings)
     incarnation = new_incarnation()
     process = WorkerProcess(settings, settings.role, incarnation)
-    data = ZmqTransport(process.context, settings.bind, settings.ports, incarnation=incarnation)
-    blocks = BlockManager(runner.kv_cache.num_blocks, settings.block_size)
+    kv_cache = runner.kv_cache
+    data = open_data_plane(settings, process.context, incarnation, kv_cache, kv_cache.host)
+    blocks = BlockManager(kv_cache.num_blocks, settings.block_size)
     context = WorkerContext(
         mailbox=process.mailbox,
         outputs=OutputStore(settings.keep_outputs_s, 4 * (settings.max_queue + settings.max_num_seqs)),
@@ -255,5 +256,5 @@ def run(settings: WorkerSettings) -> int:
         max_lease_s=settings.lease_s,
         prefixes=prefixes,
     )
-    worker = DecodeWorker(context, runner, blocks, scheduler, receiver, Inlet(runner.kv_cache))
-    return process.serve(served, data, worker.loop)
+    worker = DecodeWorker(context, runner, blocks, scheduler, receiver, data.inlet)
+    return process.serve(served, data.transport, worker.loop)

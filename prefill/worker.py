@@ -15,10 +15,10 @@ from kvrelay.outputs import OutputStore
 from kvrelay.prefill.scheduler import PrefillScheduler
 from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
+from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.ports import Outlet
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send, SendPiece
 from kvrelay.transfer.protocol.sender import KVSender
-from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, Sequence
 from kvrelay.worker import Worker, WorkerContext
 
@@ -206,8 +206,9 @@ def run(settings: WorkerSettings) -> int:
     runner, served = load_served(settings)
     incarnation = new_incarnation()
     process = WorkerProcess(settings, Role.PREFILL, incarnation)
-    data = ZmqTransport(process.context, settings.bind, settings.ports, incarnation=incarnation)
-    blocks = BlockManager(runner.kv_cache.num_blocks, settings.block_size)
+    kv_cache = runner.kv_cache
+    data = open_data_plane(settings, process.context, incarnation, kv_cache, kv_cache.host)
+    blocks = BlockManager(kv_cache.num_blocks, settings.block_size)
     context = WorkerContext(
         mailbox=process.mailbox,
         outputs=OutputStore(settings.keep_outputs_s, settings.max_queue + settings.max_num_seqs),
@@ -225,6 +226,5 @@ def run(settings: WorkerSettings) -> int:
     sender = KVSender(
         incarnation=incarnation, layout=served.layout, fingerprint=served.fingerprint, lease_s=settings.lease_s
     )
-    outlet = Outlet(runner.kv_cache, lambda _: None)
-    worker = PrefillWorker(context, runner, scheduler, sender, outlet, blocks, settings.lease_s)
-    return process.serve(served, data, worker.loop)
+    worker = PrefillWorker(context, runner, scheduler, sender, data.outlet, blocks, settings.lease_s)
+    return process.serve(served, data.transport, worker.loop)

@@ -4,7 +4,8 @@ KVRelayError
 ├── StartError                     the process cannot start: one line, exit code 2
 │   ├── ModelError                 missing, damaged or unsupported model
 │   ├── MemoryShortage             not one sequence of full context fits
-│   └── AddressInUse               a port or address that cannot be bound
+│   ├── AddressInUse               a port or address that cannot be bound
+│   └── TransportMissing           the transport asked for cannot work on this machine
 ├── RequestError                   a request that ends in an error
 │   ├── InvalidRequest       400   the user's input; `param` names the field
 │   │   ├── UnknownModel     404
@@ -43,6 +44,10 @@ class MemoryShortage(StartError):
 
 class AddressInUse(StartError):
     """An address that should be bound is taken or not of this machine."""
+
+
+class TransportMissing(StartError):
+    """The transport asked for cannot work on this machine."""
 
 
 class WireError(KVRelayError):
