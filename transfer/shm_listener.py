@@ -82,7 +82,7 @@ class ShmListener:
     def news(self) -> list[MemoryShared | PeerExited]:
         """Who was let in, and whose process ended, since the last call. Their last pieces come first."""
         for incarnation, process in list(self._processes.items()):
-            if _is_readable(process.descriptor):
+            if _events(process.descriptor):
                 self._forget(incarnation)
                 self._news.append(PeerExited(incarnation))
         news, self._news = self._news, []
@@ -140,7 +140,7 @@ class ShmListener:
         if known is not None:
             raise WireError(f"Incarnation {incarnation:016x} is another process already.")
         descriptor = os.pidfd_open(pid)
-        if _is_readable(connection.fileno()):  # it hung up, so the number may be another process's by now
+        if _events(connection.fileno()) & select.POLLHUP:  # it hung up, so the number may be another process's by now
             os.close(descriptor)
             raise WireError("The process that asked for the memory is gone.")
         self._processes[incarnation] = Process(pid, descriptor)
@@ -188,7 +188,8 @@ class ShmListener:
             connection.close()
 
 
-def _is_readable(descriptor: int) -> bool:
+def _events(descriptor: int) -> int:
+    """What `select.poll` says of it now."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    return sum(events for _, events in poll.poll(0))
