@@ -32,7 +32,9 @@ class Bench:
     def __init__(self, num_blocks: int = 20, *, one_sided: bool = False) -> None:
         self.blocks = BlockManager(num_blocks, LAYOUT.block_size)
         prefixes = Prefixes(self.blocks, FINGERPRINT)
-        self.receiver: KVReceiver = new_receiver(D, self.blocks, one_sided=one_sided, prefixes=prefixes)
+        self.receiver: KVReceiver = new_receiver(D, self.blocks, prefixes=prefixes)
+        if one_sided:
+            self.receiver.on_memory_shared(P)
 
     def offer(self, request_id: str, num_tokens: int, *, salt: str = "") -> list[Action]:
         offer = KVOffer(
