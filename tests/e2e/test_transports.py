@@ -25,7 +25,7 @@ def hand_over(folder: Path, prefill: str, *decode: str) -> tuple[list[list[int]]
             gateway.send(p, prefill_request(p, (d,), f"r{i}", PROMPT, 8))
             tokens.append(gateway.tokens(f"r{i}", 8))
         for hello in gateway.hellos.values():
-            gateway.status(hello, lambda status: status.ledger.free == status.ledger.total)
+            gateway.status(hello, lambda status: status.ledger.leased == status.ledger.revoked == 0)
             gateway.statuses.pop(hello.source)
             gateway.status(hello, lambda _: True)
     return tokens, gateway

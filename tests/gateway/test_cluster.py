@@ -132,3 +132,12 @@ def test_the_snapshot_shows_every_block() -> None:
     assert second["heartbeat_age_s"] == 0.5
     assert second["counters"] == {"stale_message": 3}
     assert second["usable"]
+
+
+def test_the_snapshot_names_transports_and_keeps_their_addresses_which_hold_secrets() -> None:
+    endpoints = {"shm": "boot/name/5ec4e7", "zmq": "tcp://127.0.0.1:9"}
+    shown = cluster(hello(1, Role.DECODE).model_copy(update={"data_endpoints": endpoints}))
+    assert shown.workers[0].peer.data_endpoints == endpoints  # those who send KV are told
+    snapshot = shown.snapshot(1.5)
+    assert snapshot["workers"][0]["transports"] == ["shm", "zmq"]
+    assert "5ec4e7" not in json.dumps(snapshot)

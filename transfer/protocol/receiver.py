@@ -210,8 +210,7 @@ class KVReceiver:
         if lease.sender != peer or header.sender != peer:
             self.counters["piece_other_sender"] += 1
             return None
-        objection = lease.objection(header)
-        if objection is not None:
+        if (objection := lease.objection(header)) is not None:
             self.counters[f"piece_{objection}"] += 1
             return None
         return lease.accept(header)
@@ -245,12 +244,12 @@ class KVReceiver:
             offer = waiting.offer
             hashes = self._prefixes.extend(waiting.block_hashes, offer.prompt_token_ids, offer.cache_salt)
             count = self._layout.num_blocks(len(offer.prompt_token_ids)) - self._blocks.find(hashes).num_in_use
-            if count > min(max_blocks, self._blocks.num_free) or not self._may_be_uncommitted(count):
+            fits = not len(self._leases) or self._leases.num_blocks + count <= self._max_uncommitted
+            if count > min(max_blocks, self._blocks.num_free) or not fits:
                 break
             self._offers.remove(waiting)
             lease = self._leases.grant(offer, hashes, now, one_sided=offer.source in self._writers)
-            if lease.held_blocks:
-                self.counters["held_blocks"] += lease.held_blocks
+            self.counters["held_blocks"] += lease.held_blocks
             actions.append(Send(lease.sender, lease.grant(self.incarnation)))
             max_blocks, max_sequences = max_blocks - lease.num_taken, max_sequences - 1
         return actions
@@ -394,11 +393,7 @@ class KVReceiver:
             return self._offers[request_id].offer.attempt
         if lease := self._leases.of_request(request_id):
             return lease.key.attempt
-        ended = self._ended.get(request_id)
-        return ended.attempt if ended else None
-
-    def _may_be_uncommitted(self, count: int) -> bool:
-        return not len(self._leases) or self._leases.num_blocks + count <= self._max_uncommitted
+        return ended.attempt if (ended := self._ended.get(request_id)) else None
 
     def _ignore(self, reason: str) -> list[Action]:
         self.counters[reason] += 1

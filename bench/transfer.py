@@ -1,0 +1,119 @@
+"""How fast KV is handed over, offer to acknowledgement, by each transport, beside the limit of the same path.
+
+Two processes, the real state machines, transports and control threads, and no model: the prompt is computed already.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvrelay.bench import transfer_limit, transfer_node
+from kvrelay.bench.report import show, write_json
+from kvrelay.types import KVLayout
+
+SHAPES = {
+    "bundled": KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16"),
+    "8B": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16"),
+}
+TRANSPORTS = ("zmq", "shm")
+TOKENS = (128, 1024, 8192, 32768)
+WARM_UPS = 2
+
+
+def main() -> None:
+    """Measures all in one run, prints a table and writes it with the settings."""
+    options = _arguments()
+    rows = [
+        _measure(shape, transport, num_tokens, options.rounds)
+        for shape in options.shape
+        for num_tokens in options.tokens
+        for transport in options.transport
+        if _fits(SHAPES[shape], num_tokens)
+    ]
+    show("Hand-over of a computed prompt, offer to acknowledgement", rows)
+    write_json(options.json, rows, {**vars(options), "json": str(options.json)})
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="of the KV cache")
+    parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the prompt")
+    parser.add_argument("--rounds", type=int, default=7, help="hand-overs of each kind; the median counts")
+    parser.add_argument("--json", type=Path, default=Path("out/transfer.json"), help="where the figures go")
+    return parser.parse_args()
+
+
+def _measure(shape: str, transport: str, num_tokens: int, rounds: int) -> dict[str, Any]:
+    layout = SHAPES[shape]
+    num_blocks = layout.num_blocks(num_tokens)
+    num_bytes = num_blocks * layout.block_bytes * layout.num_layers
+    limit_s = _limit(transport, layout, num_blocks, rounds)
+    seconds = _hand_over(transport, layout, num_tokens, rounds)
+    return {
+        "shape": shape,
+        "tokens": num_tokens,
+        "MiB": num_bytes / 2**20,
+        "transport": transport,
+        "ms": 1000 * seconds,
+        "GB/s": num_bytes / seconds / 1e9,
+        "limit ms": 1000 * limit_s,
+        "limit GB/s": num_bytes / limit_s / 1e9,
+        "% of limit": 100 * limit_s / seconds,
+    }
+
+
+def _hand_over(transport: str, layout: KVLayout, num_tokens: int, rounds: int) -> float:
+    num_blocks = layout.num_blocks(num_tokens)
+    with _process(transfer_node.receive, transport, layout, num_blocks + 1) as peer:
+        node = transfer_node.SendingNode(transport, layout, num_blocks)
+        return _median(lambda: node.hand_over(peer, num_tokens), rounds)
+
+
+def _limit(transport: str, layout: KVLayout, num_blocks: int, rounds: int) -> float:
+    with _process(transfer_limit.receive, transport, layout, num_blocks) as address:
+        sender = transfer_limit.PlainSender(transport, address, layout, num_blocks)
+        seconds = _median(sender.hand_over, rounds)
+    sender.close()  # not before its receiver is gone, which would take that for an error
+    return seconds
+
+
+def _median(hand_over: Callable[[], float], rounds: int) -> float:
+    """Of the rounds after the first few, which touch memory for the first time."""
+    seconds = [hand_over() for _ in range(WARM_UPS + rounds)]
+    return statistics.median(seconds[WARM_UPS:])
+
+
+@contextmanager
+def _process(target: Callable[..., None], transport: str, layout: KVLayout, num_blocks: int) -> Iterator[Any]:
+    """A receiving process; gives what it says about where it is, and ends it."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, transport, layout, num_blocks), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _fits(layout: KVLayout, num_tokens: int) -> bool:
+    """Sender and receiver hold the prompt once each, and a third time is on its way at most."""
+    needed = 3 * layout.num_blocks(num_tokens) * layout.block_bytes * layout.num_layers
+    return needed < _available_bytes()
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo does not tell how much memory is available.")
+
+
+if __name__ == "__main__":
+    main()
