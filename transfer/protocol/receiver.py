@@ -249,7 +249,8 @@ class KVReceiver:
                 break
             self._offers.remove(waiting)
             lease = self._leases.grant(offer, hashes, now, one_sided=offer.source in self._writers)
-            self.counters["held_blocks"] += lease.held_blocks
+            if lease.held_blocks:
+                self.counters["held_blocks"] += lease.held_blocks
             actions.append(Send(lease.sender, lease.grant(self.incarnation)))
             max_blocks, max_sequences = max_blocks - lease.num_taken, max_sequences - 1
         return actions
@@ -304,8 +305,7 @@ class KVReceiver:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, in the caller's monotonic seconds; None if there is nothing to wait for."""
-        times = [waiting.until for waiting in self._offers.all]
-        times += [lease.until for lease in self._leases]
+        times = [waiting.until for waiting in self._offers.all] + [lease.until for lease in self._leases]
         times += [revoked.ask_at for revoked in self._leases.revoked]
         return min(times, default=None)
 
