@@ -57,7 +57,7 @@ def test_an_installation_shows_what_is_fetched_and_that_it_installs() -> None:
     said = (
         "Obtaining file:///here\n  Installing build dependencies: started\n"
         "Collecting numpy\n  Using cached numpy-2.whl (16 MB)\n  Downloading idna-3.whl (71 kB)\n"
-        "Processing /opt/wheels/torch-2.whl\nProcessing ./a.whl\nRequirement already satisfied: pip\n"
+        "Processing /srv/wheels/torch-2.whl\nProcessing ./a.whl\nRequirement already satisfied: pip\n"
         "Installing collected packages: numpy, idna, torch\nSuccessfully installed numpy-2\n"
     )
     command = ["make", "-s", "-C", str(ROOT), "--no-print-directory", "--eval", "filter:; @$(SHOW_PROGRESS)", "filter"]
