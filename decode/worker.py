@@ -195,19 +195,9 @@ class DecodeWorker(Worker):
         self._outputs.open(key, num_samples=1)
 
     def _keep(self, token: StepToken) -> TokenOutput:
-        key = token.sequence.key
-        output = TokenOutput(
-            request_id=key.request_id,
-            attempt=key.attempt,
-            sample=token.sample,
-            index=token.index,
-            token_id=token.token_id,
-            finish_reason=token.finish_reason,
-            cached_tokens=token.sequence.num_cached_tokens if token.index == 0 else 0,
-        )
-        self._outputs.add(output, self._clock())
+        output = self.keep(token.sequence, token.index, token.token_id, token.finish_reason)
         if token.finish_reason:
-            self._gateway_of.pop(key, None)
+            self._gateway_of.pop(token.sequence.key, None)
         return output
 
     def _drop(self, key: RequestKey) -> None:

@@ -8,7 +8,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.errors import Draining, RequestError
 from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, SendPayload, ToPeer
-from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, Ledger, PrefillRequest, TokenOutput, WorkerLoad
+from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, Ledger, PrefillRequest, WorkerLoad
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
@@ -169,17 +169,7 @@ class PrefillWorker(Worker):
         self._mailbox.post([SendPayload(action.peer, header, payload, self._clock() + self._lease_s)])
 
     def _report_first(self, sequence: Sequence) -> None:
-        token_id = sequence.token_ids[-1]
-        output = TokenOutput(
-            request_id=sequence.key.request_id,
-            attempt=sequence.key.attempt,
-            sample=sequence.sample,
-            index=0,
-            token_id=token_id,
-            finish_reason=self._finish_reason(sequence),
-            cached_tokens=sequence.num_cached_tokens,
-        )
-        self._outputs.add(output, self._clock())
+        output = self.keep(sequence, 0, sequence.token_ids[-1], self._finish_reason(sequence))
         self.report([(sequence.gateway, output)])
 
     def _finish_reason(self, sequence: Sequence) -> FinishReason | None:

@@ -24,7 +24,7 @@ from kvrelay.messages import (
     WorkerStatus,
 )
 from kvrelay.outputs import OutputStore
-from kvrelay.types import Batch, Incarnation, RequestKey, Sequence
+from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +135,20 @@ class Worker(ABC):
             by_gateway[gateway].append(output)
         for gateway, of_gateway in by_gateway.items():
             self.tell(gateway, StepOutput(source=self._incarnation, target=gateway, outputs=tuple(of_gateway)))
+
+    def keep(self, sequence: Sequence, index: int, token_id: int, finish_reason: FinishReason | None) -> TokenOutput:
+        """Generated token `index` as gateways are told it, kept so that it can be told again."""
+        output = TokenOutput(
+            request_id=sequence.key.request_id,
+            attempt=sequence.key.attempt,
+            sample=sequence.sample,
+            index=index,
+            token_id=token_id,
+            finish_reason=finish_reason,
+            cached_tokens=sequence.num_cached_tokens if index == 0 else 0,
+        )
+        self._outputs.add(output, self._clock())
+        return output
 
     def new_sequence(self, gateway: Incarnation, request: AboutPrompt) -> Sequence:
         """The sequence that a request asks for.
