@@ -371,12 +371,12 @@ def test_a_drained_receiver_finishes_what_it_granted(world: World) -> None:
 
 def test_what_a_receiver_remembers_is_bounded_however_many_requests_come(world: World) -> None:
     receiver = world.decodes[0].receiver
-    receiver._ended._max_entries = 100
+    receiver._history._ended._max_entries = 100
     for number in range(1_000):
         receiver.abort(RequestKey(f"x{number}", 1), world.now)
-    assert len(receiver._ended) == 100
+    assert len(receiver._history._ended) == 100
     receiver.tick(world.now + LEASE_S)
-    assert len(receiver._ended) == 0
+    assert len(receiver._history._ended) == 0
 
 
 def test_a_commit_that_nobody_remembers_is_rejected_and_not_adopted(world: World) -> None:

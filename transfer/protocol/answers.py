@@ -1,22 +1,10 @@
-"""What a receiver answers: what it remembers of attempts that are over, and its messages."""
+"""The messages with which a receiver of KV answers."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 from kvrelay.messages import KVAck, KVRefusal, KVReject, LeaseId, RefusalReason, RejectReason
 from kvrelay.transfer.protocol.actions import Send
 from kvrelay.types import RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The answer to whatever still comes about an attempt. `reason` None: it was adopted."""
-
-    attempt: int
-    reason: RejectReason | None
-    lease_id: LeaseId | None = None
-    gateway: int = 0
-    told: bool = False  # the gateway knows
 
 
 class Answers:

@@ -17,7 +17,6 @@ wrong digest is told here at once, because the sender then drops the attempt.
 
 import math
 from collections import Counter
-from dataclasses import replace
 
 from kvrelay.blocks import BlockManager
 from kvrelay.errors import HandOverFailed, WorkerLost
@@ -33,7 +32,8 @@ from kvrelay.messages import (
 from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
 from kvrelay.transfer.protocol.admission import Admission
-from kvrelay.transfer.protocol.answers import Answers, Ended
+from kvrelay.transfer.protocol.answers import Answers
+from kvrelay.transfer.protocol.history import History
 from kvrelay.transfer.protocol.lease import Lease
 from kvrelay.transfer.protocol.leases import Leases
 from kvrelay.transfer.protocol.memory import Remembered
@@ -76,7 +76,7 @@ class KVReceiver:
         admission = Admission(layout, fingerprint, blocks.num_blocks, max_model_len, max_lease_s)
         self._offers = Offers(admission, max_queue)
         self._leases = Leases(incarnation, blocks)
-        self._ended: Remembered[str, Ended] = Remembered(max_lease_s, max_remembered)
+        self._history = History(self._answers, self.counters, max_lease_s, max_remembered)
         self._writers: set[int] = set()  # senders that can write into our memory by themselves
         self._gone: Remembered[int, bool] = Remembered(math.inf, max_remembered)  # senders whose exit was observed
 
@@ -136,17 +136,15 @@ class KVReceiver:
 
     def _on_known_offer(self, peer: int, offer: KVOffer) -> list[Action]:
         self.counters["repeated_offer"] += 1
-        if ended := self._ended.get(offer.request_id):
-            return [] if ended.reason is None else [self._answers.reject(peer, offer.key, ended.reason, ended.lease_id)]
         lease = self._leases.of_request(offer.request_id)
-        if lease is not None and lease.sender == peer:
-            return [Send(peer, lease.grant(self.incarnation))]
-        return []
+        if lease is None:
+            return self._history.answer_offer(peer, offer)
+        return [Send(peer, lease.grant(self.incarnation))] if lease.sender == peer else []
 
     def _enqueue(self, peer: int, offer: KVOffer, now: float) -> list[Action]:
         if refusal := self._offers.objection(offer):
             return [self._answers.refuse(peer, offer.key, *refusal)]
-        self._ended.forget(offer.request_id)
+        self._history.forget(offer.request_id)
         self._offers.add(offer, now)
         return []
 
@@ -164,27 +162,10 @@ class KVReceiver:
         return self._adopt_if_whole(lease, now)
 
     def _on_late_commit(self, peer: int, commit: KVCommit, now: float) -> list[Action]:
-        """The lease is not live: the same answer as before, or why there is none; the gateway hears of it once."""
-        ended = self._ended.get(commit.request_id)
         newest = self._newest_attempt(commit.request_id)
         if newest is not None and commit.attempt < newest:
             return [self._answers.reject(peer, commit.key, RejectReason.ABORTED, commit.lease_id)]
-        if ended is None or ended.attempt != commit.attempt:
-            return [self._answers.reject(peer, commit.key, RejectReason.UNKNOWN, commit.lease_id)]
-        if ended.reason is None:
-            return self._acknowledge_again(peer, commit, ended)
-        actions: list[Action] = [self._answers.reject(peer, commit.key, ended.reason, commit.lease_id)]
-        if not ended.told:
-            self._ended.put(commit.request_id, replace(ended, told=True), now)
-            sentence = "The prompt was handed over after the decode worker's lease had ended."
-            actions.append(Failed(commit.key, ended.gateway, HandOverFailed.code, sentence))
-        return actions
-
-    def _acknowledge_again(self, peer: int, commit: KVCommit, ended: Ended) -> list[Action]:
-        if ended.lease_id != commit.lease_id:
-            return [self._answers.reject(peer, commit.key, RejectReason.UNKNOWN, commit.lease_id)]
-        self.counters["repeated_commit"] += 1
-        return [self._answers.ack(peer, commit.key, commit.lease_id)]
+        return self._history.answer_commit(peer, commit, now)
 
     def _on_released(self, peer: int, message: KVReleased, now: float) -> list[Action]:
         if self._leases.confirm(message.lease_id, peer):
@@ -295,7 +276,7 @@ class KVReceiver:
     def tick(self, now: float) -> list[Action]:
         """Ends what is overdue, forgets what is old, and asks again for revoked leases."""
         actions = self._end_overdue(now)
-        self._ended.forget_old(now)
+        self._history.forget_old(now)
         for revoked in self._leases.revoked:
             if revoked.ask_at <= now:
                 revoked.ask_at = now + _ASK_S
@@ -315,8 +296,7 @@ class KVReceiver:
         if not (lease.is_committed and lease.is_whole):
             return []
         self._leases.adopt(lease)
-        ended = Ended(lease.key.attempt, None, lease.lease_id, lease.offer.gateway)
-        self._ended.put(lease.key.request_id, ended, now)
+        self._history.note(lease, None, now)
         return [Adopt(lease.sequence(), lease.sender), self._answers.ack(lease.sender, lease.key, lease.lease_id)]
 
     def _abort(self, key: RequestKey, now: float, told_by: int | None) -> list[Action]:
@@ -335,10 +315,10 @@ class KVReceiver:
             self._end(lease, RejectReason.ABORTED, now)
             actions = self._tell_aborted(lease.offer, lease.lease_id, told_by)
         else:
-            ended = self._ended.get(key.request_id)
+            ended = self._history.of(key.request_id)
             if ended is None or ended.reason is None:
                 actions = [DropSequence(key)]
-        self._ended.put(key.request_id, Ended(key.attempt, RejectReason.ABORTED, lease_id, told=True), now)
+        self._history.note_aborted(key, lease_id, now)
         return actions
 
     def _tell_aborted(self, offer: KVOffer, lease_id: LeaseId | None, told_by: int | None) -> list[Action]:
@@ -385,15 +365,14 @@ class KVReceiver:
         self, lease: Lease, reason: RejectReason, now: float, *, sender_done: bool = False, told: bool = False
     ) -> None:
         self._leases.end(lease, reason, now + _ASK_S, sender_done=sender_done)
-        ended = Ended(lease.key.attempt, reason, lease.lease_id, lease.offer.gateway, told)
-        self._ended.put(lease.key.request_id, ended, now)
+        self._history.note(lease, reason, now, told=told)
 
     def _newest_attempt(self, request_id: str) -> int | None:
         if request_id in self._offers:
             return self._offers[request_id].offer.attempt
         if lease := self._leases.of_request(request_id):
             return lease.key.attempt
-        return ended.attempt if (ended := self._ended.get(request_id)) else None
+        return ended.attempt if (ended := self._history.of(request_id)) else None
 
     def _ignore(self, reason: str) -> list[Action]:
         self.counters[reason] += 1

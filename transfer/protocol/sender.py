@@ -22,7 +22,6 @@ an attempt that lives elsewhere. Each attempt that was offered ends in exactly o
 import math
 from collections import Counter, deque
 
-from kvrelay.errors import ContextLengthExceeded, HandOverFailed, NoWorkers, Overloaded, WorkerLost
 from kvrelay.messages import (
     Abort,
     KVAck,
@@ -38,6 +37,7 @@ from kvrelay.messages import (
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send
 from kvrelay.transfer.protocol.handover import Handover, Phase
 from kvrelay.transfer.protocol.memory import Remembered
+from kvrelay.transfer.protocol.refusals import fault_of_deadline, fault_of_grant, fault_of_refusals
 from kvrelay.types import KVLayout, RequestKey, Sequence
 
 # Offers carry whole prompts: the pause between repeats doubles up to this many times `resend_s`.
@@ -186,9 +186,9 @@ class KVSender:
         if handover is None or handover.peer.incarnation != peer or handover.phase is not Phase.OFFERED:
             self.counters["late_grant"] += 1
             return self._release(peer, grant.lease_id)
-        if len(grant.block_ids) != handover.num_blocks or grant.held_blocks > handover.num_blocks:
+        if fault := fault_of_grant(handover, grant):
             self.counters["malformed_grant"] += 1
-            handover.refusals.append((RefusalReason.INCOMPATIBLE, self._grant_fault(handover, grant)))
+            handover.refusals.append((RefusalReason.INCOMPATIBLE, fault))
             return self._release(peer, grant.lease_id) + self._ask_next(handover, now)
         handover.hold(grant)
         return self._first_token(handover)
@@ -304,9 +304,7 @@ class KVSender:
     def _ask_next(self, handover: Handover, now: float) -> list[Action]:
         handover.phase, handover.grant, handover.num_sends = Phase.OFFERED, None, 0
         if not handover.candidates:
-            code = _code_for([reason for reason, _ in handover.refusals])
-            sentences = " ".join(sentence for _, sentence in handover.refusals)
-            return [self._fail(handover, code, f"No decode worker took the request: {sentences}")]
+            return [self._fail(handover, *fault_of_refusals(handover))]
         handover.peer = handover.candidates.popleft()
         return [self._say_again(handover, now)]
 
@@ -318,7 +316,7 @@ class KVSender:
                 actions.append(self._drop(handover))
                 continue
             actions += self._let_go(handover, "deadline passed")
-            actions.append(self._fail(handover, *self._deadline_fault(handover)))
+            actions.append(self._fail(handover, *fault_of_deadline(handover, self._lease_s)))
         return actions
 
     def _abort(self, handover: Handover, reason: str) -> list[Action]:
@@ -366,30 +364,3 @@ class KVSender:
     def _holds(handover: Handover, peer: int, lease_id: LeaseId) -> bool:
         held = handover.grant is not None and handover.grant.lease_id == lease_id
         return held and handover.peer.incarnation == peer
-
-    @staticmethod
-    def _grant_fault(handover: Handover, grant: KVGrant) -> str:
-        return (
-            f"{handover.peer.name} granted {len(grant.block_ids)} blocks, {grant.held_blocks} of them held, for a "
-            f"prompt of {handover.num_blocks}."
-        )
-
-    def _deadline_fault(self, handover: Handover) -> tuple[str, str]:
-        if handover.phase is Phase.OFFERED:
-            sentence = f"No decode worker took the request within {self._lease_s:g} s; try again later."
-            return Overloaded.code, sentence
-        return HandOverFailed.code, (
-            f"The KV did not reach {handover.peer.name} within the lease of {self._lease_s:g} s; if the prompt needs "
-            "longer than that, raise --lease-s."
-        )
-
-
-def _code_for(reasons: list[RefusalReason | None]) -> str:
-    """One code for many refusals: what the client can do something about comes first."""
-    if RefusalReason.QUEUE_FULL in reasons:
-        return Overloaded.code
-    if None in reasons:
-        return WorkerLost.code
-    if all(reason is RefusalReason.NEVER_FITS for reason in reasons):
-        return ContextLengthExceeded.code
-    return NoWorkers.code
