@@ -8,7 +8,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.errors import Draining, RequestError
 from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, SendPayload, ToPeer
-from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, Ledger, PrefillRequest, WorkerLoad
+from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, KVRepair, Ledger, PrefillRequest, WorkerLoad
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
@@ -90,7 +90,7 @@ class PrefillWorker(Worker):
         match event:
             case FromGateway(gateway, PrefillRequest() as request):
                 self._begin(gateway, request)
-            case FromPeer(peer, KVGrant() | KVRefusal() | KVAck() | KVReject() as message):
+            case FromPeer(peer, KVGrant() | KVRefusal() | KVRepair() | KVAck() | KVReject() as message):
                 self._do(self._sender.on_message(peer, message, self._clock()))
             case PeerLost(peer):
                 self._do(self._sender.on_peer_lost(peer, self._clock()))

@@ -16,6 +16,7 @@ from kvrelay.errors import WireError
 from kvrelay.messages import (
     Abort,
     AnyMessage,
+    BlockRun,
     DecodeStarted,
     Drain,
     GatewayHello,
@@ -27,6 +28,7 @@ from kvrelay.messages import (
     KVRefusal,
     KVReject,
     KVReleased,
+    KVRepair,
     LeaseId,
     Ledger,
     Message,
@@ -94,6 +96,7 @@ MESSAGES: list[Message] = [
     KVReleased(source=1, lease_id=LEASE),
     KVGrant(**ABOUT, lease_id=LEASE, block_ids=(0, 5), held_blocks=1),
     KVRefusal(**ABOUT, reason=RefusalReason.QUEUE_FULL, message="Full."),
+    KVRepair(**ABOUT, lease_id=LEASE, runs=(BlockRun(2, 0, 3),)),
     KVAck(**ABOUT, lease_id=LEASE),
     KVReject(**ABOUT, reason=RejectReason.STALE),
 ]

@@ -18,6 +18,7 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 MAX_LISTED_ERRORS = 100
+MAX_REPAIRS = 256
 
 # The first item that is wrong ends a list: noting what is wrong with each of a million takes minutes and gigabytes.
 Counts = Annotated[tuple[Count, ...], FailFast()]
@@ -32,6 +33,14 @@ class LeaseId(NamedTuple):
 
     incarnation: Incarnation
     counter: Count
+
+
+class BlockRun(NamedTuple):
+    """Adjacent blocks of one layer, counted from the sequence's first block."""
+
+    layer: Count
+    first_block: Count
+    num_blocks: Count
 
 
 class Wire(BaseModel):
@@ -264,12 +273,14 @@ class KVOffer(AboutPrompt):
 class KVCommit(AboutRequest):
     """Every piece was sent; `first_token_ids` holds one token for each sample.
 
-    `cached_tokens` is what TokenOutput says with the first token, should the receiver have to tell that again.
+    `num_repaired` of the runs of a KVRepair were sent again before. `cached_tokens` is what TokenOutput says with the
+    first token, should the receiver have to tell that again.
     """
 
     kind: Literal["kv_commit"] = "kv_commit"
     lease_id: LeaseId
     first_token_ids: TokenIds = Field(min_length=1, max_length=128)
+    num_repaired: Count = 0
     cached_tokens: Count = 0
 
 
@@ -303,6 +314,18 @@ class KVRefusal(AboutRequest):
     kind: Literal["kv_refusal"] = "kv_refusal"
     reason: RefusalReason
     message: Text
+
+
+class KVRepair(AboutRequest):
+    """Some blocks arrived damaged, or not at all: send them again, each run once, then the Commit.
+
+    `runs` are all that were ever asked for under this lease, so that a lost message is made up for by the next. From
+    this message on the sender may write again, until a Commit says that it has sent as many runs as were asked for.
+    """
+
+    kind: Literal["kv_repair"] = "kv_repair"
+    lease_id: LeaseId
+    runs: Annotated[tuple[BlockRun, ...], FailFast()] = Field(min_length=1, max_length=MAX_REPAIRS)
 
 
 class KVAck(AboutRequest):
@@ -342,6 +365,7 @@ AnyMessage = Annotated[
     | KVReleased
     | KVGrant
     | KVRefusal
+    | KVRepair
     | KVAck
     | KVReject,
     Field(discriminator="kind"),

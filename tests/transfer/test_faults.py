@@ -120,11 +120,35 @@ def test_other_heads_than_the_receivers_are_refused_with_a_sentence(world: World
     assert world.log["ended: no_workers"] == 1
 
 
-def test_a_network_that_flips_a_bit_fails_visibly(world: World) -> None:
-    until_sent(world)
+def test_a_piece_with_a_flipped_bit_is_sent_again(world: World) -> None:
+    request_id = until_sent(world)
     world.flip(0, 8 * (HEADER_BYTES + 3))
     deliver_only(world, "piece", "kv_commit")
     assert (world.log["adopted"], world.log["damaged pieces"]) == (0, 1)
+    deliver_only(world, "kv_repair")
+    world.push(0, 2**20)
+    deliver_only(world, "piece", "kv_commit")
+    assert world.adopted[RequestKey(request_id, 1)] == 1  # the world compares every byte
+    deliver_only(world, "kv_ack")
+    assert free_blocks(world)[0] == NUM_BLOCKS
+
+
+def test_a_piece_that_is_lost_is_sent_again(world: World) -> None:
+    request_id = until_sent(world)
+    world.lose(0)
+    world.settle()
+    assert world.adopted[RequestKey(request_id, 1)] == 1
+    assert world.log["asked again"] == 1
+
+
+def test_a_network_that_flips_a_bit_each_time_fails_visibly(world: World) -> None:
+    until_sent(world)
+    world.flip(0, 8 * (HEADER_BYTES + 3))
+    deliver_only(world, "piece", "kv_commit", "kv_repair")
+    world.push(0, 2**20)
+    world.flip(0, 8 * (HEADER_BYTES + 3))
+    deliver_only(world, "piece")
+    assert (world.log["adopted"], world.log["damaged pieces"]) == (0, 2)
     assert world.log["ended: hand_over_failed"] == 1
     deliver_only(world, "kv_reject")
     deliver_only(world, "kv_released")

@@ -150,6 +150,8 @@ def test_blocks_are_not_found_before_their_kv_is_whole_and_verified(end: str) ->
         case "damaged":
             header = piece(lease, 1, 1, 2)
             assert bench.receiver.accept(P, header) is not None
+            assert not of(bench.receiver.corrupt(header, 0.0), Failed)
+            assert bench.receiver.accept(P, header) is not None
             assert of(bench.receiver.corrupt(header, 0.0), Failed)
         case "aborted":
             bench.receiver.abort(lease.key, 0.0)

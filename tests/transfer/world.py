@@ -22,6 +22,7 @@ from kvrelay.messages import (
     KVRefusal,
     KVReject,
     KVReleased,
+    KVRepair,
     LeaseId,
     Peer,
     decode,
@@ -87,6 +88,8 @@ class Prefill:
     memory: Memory = field(default_factory=dict)
     committed: set[RequestKey] = field(default_factory=set)
     closed_leases: set[LeaseId] = field(default_factory=set)
+    released_leases: set[LeaseId] = field(default_factory=set)
+    num_asked: Counter[LeaseId] = field(default_factory=Counter)  # runs to send again
     mayfly: bool = False  # the next finished prompt ends at its first token
 
     def __post_init__(self) -> None:
@@ -333,15 +336,23 @@ class World:
         match message:
             case KVCommit():
                 prefill.committed.add(message.key)
-                prefill.closed_leases.add(message.lease_id)
+                if message.num_repaired == prefill.num_asked[message.lease_id]:
+                    prefill.closed_leases.add(message.lease_id)
             case KVReleased():
-                prefill.closed_leases.add(message.lease_id)
+                prefill.released_leases.add(message.lease_id)
             case _:
                 assert isinstance(message, KVOffer | Abort)
 
+    def _note_asked_again(self, prefill: Prefill, repair: KVRepair) -> None:
+        self.log["asked again"] += 1
+        if len(repair.runs) > prefill.num_asked[repair.lease_id]:
+            prefill.num_asked[repair.lease_id] = len(repair.runs)
+            prefill.closed_leases.discard(repair.lease_id)
+
     def _send_piece(self, prefill: Prefill, piece: SendPiece) -> None:
         header = piece.header
-        assert header.lease_id not in prefill.closed_leases, "a write after the lease was committed or released"
+        assert header.lease_id not in prefill.closed_leases, "a write after the lease was committed"
+        assert header.lease_id not in prefill.released_leases, "a write after the lease was released"
         assert header.digest == 0
         assert len(piece.block_ids) == len(piece.target_block_ids) == header.num_blocks
         payload = b"".join(prefill.memory[header.layer, block_id] for block_id in piece.block_ids)
@@ -417,7 +428,7 @@ class World:
                     assert newest.counter <= grant.lease_id.counter, "an old lease's blocks are given to another"
                     worker.newest_grant[block_id] = grant.lease_id
             case message:
-                assert isinstance(message, KVRefusal | KVAck | KVReject)
+                assert isinstance(message, KVRefusal | KVRepair | KVAck | KVReject)
 
     def _note_new_grant(self, worker: Decode, grant: KVGrant) -> None:
         """Blocks that are said to be held are not looked at before they are adopted; the others hold nothing now."""
@@ -476,7 +487,9 @@ class World:
                 self.do_prefill(prefill, prefill.sender.abort(abort.key, self.clock(prefill)))
                 for key in [key for key in prefill.jobs if abort.key.covers(key)]:
                     self._free(prefill, key)
-            case KVGrant() | KVRefusal() | KVAck() | KVReject() as message:
+            case KVGrant() | KVRefusal() | KVRepair() | KVAck() | KVReject() as message:
+                if isinstance(message, KVRepair):
+                    self._note_asked_again(prefill, message)
                 actions = prefill.sender.on_message(flight.source, message, self.clock(prefill))
                 self.do_prefill(prefill, actions)
             case message:

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrelay.messages import KVCommit, KVGrant, KVOffer, Peer, RefusalReason
+from kvrelay.messages import BlockRun, KVCommit, KVGrant, KVOffer, Peer, RefusalReason
 from kvrelay.transfer.protocol.actions import SendPiece
 from kvrelay.transfer.protocol.piece import PieceHeader
 from kvrelay.types import KVLayout, RequestKey, Sequence
@@ -35,6 +35,9 @@ class Handover:
     block_ids: tuple[int, ...] = ()  # local blocks, fixed when the first layer is written
     first_token_ids: tuple[int, ...] = ()  # known once the whole prompt is computed
     first_token_told: bool = False
+    num_asked: int = 0  # runs that the receiver wants once more under this lease
+    repairs: deque[BlockRun] = field(default_factory=deque)  # those of them that are not sent yet
+    commit_again: bool = False  # when those are sent
     resend_at: float = 0.0
     num_sends: int = 0  # of the Offer or Commit being repeated
     refusals: list[tuple[RefusalReason | None, str]] = field(default_factory=list)  # None: the candidate was lost
@@ -51,15 +54,17 @@ class Handover:
 
     @property
     def num_unsent_blocks(self) -> int:
-        """Blocks, counted per layer, that are written and may go under the lease held."""
-        if self.phase is not Phase.GRANTED:
+        """Blocks, counted per layer, that are written and may go under the lease held, or once more."""
+        if self.phase is Phase.OFFERED:
             return 0
-        return sum(max(0, written - sent) for written, sent in zip(self.written, self.sent, strict=True))
+        again = sum(run.num_blocks for run in self.repairs)
+        return again + sum(max(0, written - sent) for written, sent in zip(self.written, self.sent, strict=True))
 
     @property
     def is_through(self) -> bool:
         """True when the prompt is computed, a lease is held and no piece is left to send: the commit is due."""
-        return self.phase is Phase.GRANTED and bool(self.first_token_ids) and min(self.sent) == self.num_blocks
+        due = self.commit_again or (self.phase is Phase.GRANTED and bool(self.first_token_ids))
+        return due and min(self.sent) == self.num_blocks and not self.repairs
 
     def note_written(self, layer: int, num_blocks: int) -> None:
         """The layer's leading blocks are final.
@@ -80,9 +85,31 @@ class Handover:
         """Every layer starts anew under this lease, behind the blocks that the receiver has already."""
         self.phase, self.grant = Phase.GRANTED, grant
         self.sent = [grant.held_blocks] * len(self.sent)
+        self.repairs.clear()
+        self.num_asked, self.commit_again = 0, False
+
+    def repair(self, runs: tuple[BlockRun, ...]) -> bool:
+        """The receiver wants `runs` once more; those it named before are known. False: there are no such blocks.
+
+        What was not sent at all will be, so it need not be sent again.
+        """
+        if any(run.layer >= len(self.sent) or run.first_block + run.num_blocks > self.num_blocks for run in runs):
+            return False
+        news = runs[self.num_asked :]
+        self.num_asked += len(news)
+        counts = [min(run.num_blocks, self.sent[run.layer] - run.first_block) for run in news]
+        self.repairs += [run._replace(num_blocks=count) for run, count in zip(news, counts, strict=True) if count > 0]
+        self.commit_again = self.commit_again or (bool(news) and self.phase is Phase.COMMITTED)
+        return True
 
     def next_piece(self, incarnation: int, layout: KVLayout, max_blocks: int) -> SendPiece | None:
-        """Takes the next run of unsent blocks, lowest layer first; None if there is none."""
+        """Takes the next run of unsent blocks: those to repair, then lowest layer first; None if there is none."""
+        if self.repairs and self.grant is not None:
+            layer, first, num_blocks = self.repairs.popleft()
+            count = min(num_blocks, max_blocks)
+            if count < num_blocks:
+                self.repairs.appendleft(BlockRun(layer, first + count, num_blocks - count))
+            return self._piece(self.grant, incarnation, layout, layer, first, count)
         for layer, (written, first) in enumerate(zip(self.written, self.sent, strict=True)):
             if first < written and self.grant is not None:
                 count = min(written - first, max_blocks)
@@ -134,5 +161,6 @@ class Handover:
             attempt=self.key.attempt,
             lease_id=grant.lease_id,
             first_token_ids=self.first_token_ids,
+            num_repaired=self.num_asked if not self.repairs else 0,
             cached_tokens=self.sequence.num_cached_tokens,
         )

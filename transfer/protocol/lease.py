@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrelay.messages import KVGrant, KVOffer, LeaseId
+from kvrelay.messages import MAX_REPAIRS, BlockRun, KVGrant, KVOffer, KVRepair, LeaseId
 from kvrelay.transfer.protocol.piece import PieceHeader
 from kvrelay.types import KVLayout, RequestKey, Sequence, SequenceStatus
 
@@ -23,6 +23,8 @@ class Lease:
 
     The first `held_blocks` of them are shared with others and may not be written. `block_hashes` names the full
     blocks. `num_taken` blocks were free or cached before.
+
+    `repairs` are runs that the sender was asked to send again, of which it says to have sent `num_repaired`.
     """
 
     lease_id: LeaseId
@@ -37,11 +39,16 @@ class Lease:
     cached_tokens: int = 0  # and so is this
     accepted: list[int] = field(default_factory=list)  # per layer
     landed: list[int] = field(default_factory=list)  # per layer
+    asked: list[int] = field(default_factory=list)  # per layer, all of `repairs`
+    repairs: list[BlockRun] = field(default_factory=list)
+    num_repaired: int = 0
+    landed_at_commit: int = -1  # blocks, when the newest Commit came
 
     def __post_init__(self) -> None:
         held = (1 << self.held_blocks) - 1
         self.accepted = [held] * self.offer.layout.num_layers
         self.landed = list(self.accepted)
+        self.asked = [0] * self.offer.layout.num_layers
 
     @property
     def key(self) -> RequestKey:
@@ -55,8 +62,13 @@ class Lease:
 
     @property
     def is_committed(self) -> bool:
-        """True when the sender said that it writes no more."""
+        """True when the sender has left the attempt's fate to this end."""
         return bool(self.first_token_ids)
+
+    @property
+    def may_be_written(self) -> bool:
+        """False from the sender's word that it writes no more, until it is asked to send something again."""
+        return not self.is_committed or self.num_repaired < len(self.repairs)
 
     @property
     def is_whole(self) -> bool:
@@ -83,6 +95,41 @@ class Lease:
     def land(self, header: PieceHeader) -> None:
         """Marks an accepted piece as written and verified; one that was not accepted changes nothing."""
         self.landed[header.layer] |= header.block_mask & self.accepted[header.layer]
+
+    def ask_again(self, runs: list[BlockRun]) -> bool:
+        """These blocks must come once more. False: one of them was asked for before, or they are too many in all."""
+        masks = [(run.layer, ((1 << run.num_blocks) - 1) << run.first_block) for run in runs]
+        if len(self.repairs) + len(runs) > MAX_REPAIRS or any(self.asked[layer] & mask for layer, mask in masks):
+            return False
+        for layer, mask in masks:
+            self.asked[layer] |= mask
+            self.accepted[layer] &= ~mask
+        self.repairs += runs
+        return True
+
+    def commit(self, num_repaired: int) -> None:
+        """The sender says, again and again, that all was sent. If nothing comes meanwhile, asks for what is missing."""
+        num_landed = sum(mask.bit_count() for mask in self.landed)
+        stalled = num_landed == self.landed_at_commit and num_repaired == self.num_repaired
+        self.landed_at_commit, self.num_repaired = num_landed, max(self.num_repaired, num_repaired)
+        if stalled and not self.may_be_written:
+            self.ask_again(self._missing()[: MAX_REPAIRS - len(self.repairs)])
+
+    def _missing(self) -> list[BlockRun]:
+        everything = (1 << len(self.block_ids)) - 1
+        masks = [everything & ~landed & ~asked for landed, asked in zip(self.landed, self.asked, strict=True)]
+        return [BlockRun(layer, *run) for layer, mask in enumerate(masks) for run in runs_of(mask)]
+
+    def repair(self, incarnation: int) -> KVRepair:
+        """Asks for everything that has to come again; there must be something."""
+        return KVRepair(
+            source=incarnation,
+            target=self.sender,
+            request_id=self.key.request_id,
+            attempt=self.key.attempt,
+            lease_id=self.lease_id,
+            runs=tuple(self.repairs),
+        )
 
     def grant(self, incarnation: int) -> KVGrant:
         """The Grant; the same one however often it is asked for."""
@@ -124,3 +171,16 @@ def _matches(header: PieceHeader, layout: KVLayout) -> bool:
         layout.block_size,
         layout.dtype,
     )
+
+
+def runs_of(mask: int) -> list[tuple[int, int]]:
+    """Begin and length of each run of ones, lowest first."""
+    runs, begin = [], 0
+    while mask:
+        zeros = (mask & -mask).bit_length() - 1
+        mask >>= zeros
+        ones = (~mask & (mask + 1)).bit_length() - 1
+        mask >>= ones
+        runs.append((begin + zeros, ones))
+        begin += zeros + ones
+    return runs

@@ -98,7 +98,7 @@ class Leases:
     def end(self, lease: Lease, reason: RejectReason, ask_at: float, *, sender_done: bool = False) -> None:
         """The lease is over without a sequence: its blocks become free, or revoked while the sender may write."""
         self._remove(lease)
-        if sender_done or lease.is_committed or not lease.one_sided:
+        if sender_done or not (lease.one_sided and lease.may_be_written):
             self._blocks.release(lease.block_ids)
             return
         self._blocks.release(lease.block_ids[: lease.held_blocks])

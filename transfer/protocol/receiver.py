@@ -3,7 +3,7 @@
   KVOffer            grant()              Commit here, every block landed
  ─────────▶ WAITING ─────────▶ LEASED ───────────────────────────────────▶ ADOPTED ──┐
                │                  │ lease expired, KVReleased, sender lost           │ one maximum
-               │ abort, drain,    │ wrong digest, abort                              │ lease later
+               │ abort, drain,    │ wrong digest again, abort                        │ lease later
                │ too old          ▼                                                  ▼
                └──────────────▶ ENDED (aborted, expired, corrupt) ──────────────▶ forgotten
 
@@ -12,7 +12,10 @@ the older. ADOPTED and ENDED answer what comes late: the same Commit gets the sa
 
 Who tells the gateway: a Commit proves that the sender will not fail the attempt nor move it, so from the Commit on
 every end is told here. Before it, an end is the sender's to tell, since the attempt may live on elsewhere; only a
-wrong digest is told here at once, because the sender then drops the attempt.
+digest that is wrong a second time is told here at once, because the sender then drops the attempt.
+
+A piece whose digest is wrong is asked for once more, and so is what has not come although the sender says, again and
+again, that it sent everything. Until it answers, it may write under the lease as before its Commit.
 """
 
 import math
@@ -22,6 +25,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.errors import HandOverFailed, WorkerLost
 from kvrelay.messages import (
     Abort,
+    BlockRun,
     KVCommit,
     KVOffer,
     KVReleased,
@@ -157,9 +161,14 @@ class KVReceiver:
         if len(commit.first_token_ids) != lease.offer.num_samples:
             return self._fail(lease, RejectReason.CORRUPT, "The commit does not hold one token for each sample.", now)
         if lease.is_committed:
-            return self._ignore("repeated_commit")
+            self.counters["repeated_commit"] += 1
         lease.first_token_ids, lease.cached_tokens = commit.first_token_ids, commit.cached_tokens
-        return self._adopt_if_whole(lease, now)
+        lease.commit(commit.num_repaired)
+        return self._ask_to_repair(lease) + self._adopt_if_whole(lease, now)
+
+    def _ask_to_repair(self, lease: Lease) -> list[Action]:
+        """Says again what the sender has not answered."""
+        return [Send(lease.sender, lease.repair(self.incarnation))] if lease.num_repaired < len(lease.repairs) else []
 
     def _on_late_commit(self, peer: int, commit: KVCommit, now: float) -> list[Action]:
         newest = self._newest_attempt(commit.request_id)
@@ -207,13 +216,15 @@ class KVReceiver:
         return actions + self._adopt_if_whole(lease, now)
 
     def corrupt(self, header: PieceHeader, now: float) -> list[Action]:
-        """An accepted piece has the wrong digest: the attempt fails visibly rather than decode from it."""
+        """An accepted piece has the wrong digest: it must come again, and if it did, the attempt fails visibly."""
         self.counters["piece_corrupt"] += 1
         actions = self._end_overdue(now)
         lease = self._leases.find(header.lease_id)
         if lease is None or lease.sender != header.sender:
             return actions
-        sentence = f"Layer {header.layer} of the prompt's KV arrived damaged at the decode worker."
+        if lease.ask_again([BlockRun(header.layer, header.first_block, header.num_blocks)]):
+            return actions + self._ask_to_repair(lease)
+        sentence = f"Layer {header.layer} of the prompt's KV arrived damaged at the decode worker more than once."
         return actions + self._fail(lease, RejectReason.CORRUPT, sentence, now)
 
     # what the worker tells
@@ -293,7 +304,7 @@ class KVReceiver:
     # ends
 
     def _adopt_if_whole(self, lease: Lease, now: float) -> list[Action]:
-        if not (lease.is_committed and lease.is_whole):
+        if lease.may_be_written or not lease.is_whole:
             return []
         self._leases.adopt(lease)
         self._history.note(lease, None, now)

@@ -10,7 +10,8 @@
                  ├──────────────────────┴─ deadline, no candidate left ───────────▶ Failed
                  └──────────────────────── abort, KVReject(aborted, corrupt) ─────▶ Dropped
 
-A lease ends early when its receiver is lost or says KVReject(expired, stale or unknown).
+A lease ends early when its receiver is lost or says KVReject(expired, stale or unknown). KVRepair asks for some pieces
+once more; if the Commit was sent, it is sent again behind them.
 
 Until the KVCommit is sent the attempt is the sender's to move or to fail. From then on it never declares failure: the
 receiver may have begun to decode. One deadline, counted from the first Offer, covers all candidates; it lies a margin
@@ -29,6 +30,7 @@ from kvrelay.messages import (
     KVRefusal,
     KVReject,
     KVReleased,
+    KVRepair,
     LeaseId,
     Peer,
     RefusalReason,
@@ -162,7 +164,9 @@ class KVSender:
 
     # what comes over the wire
 
-    def on_message(self, peer: int, message: KVGrant | KVRefusal | KVAck | KVReject, now: float) -> list[Action]:
+    def on_message(
+        self, peer: int, message: KVGrant | KVRefusal | KVRepair | KVAck | KVReject, now: float
+    ) -> list[Action]:
         """An answer from a receiver; `peer` is the incarnation at the other end of the connection."""
         if message.source != peer or message.target != self.incarnation:
             return self._ignore("foreign_message")
@@ -173,6 +177,8 @@ class KVSender:
                 return actions + self._on_grant(peer, handover, message, now)
             case KVRefusal():
                 return actions + self._on_refusal(peer, handover, message, now)
+            case KVRepair():
+                return actions + self._on_repair(peer, handover, message)
             case KVAck():
                 return actions + self._on_ack(peer, handover, message)
             case KVReject():
@@ -198,6 +204,15 @@ class KVSender:
             return self._ignore("late_refusal")
         handover.refusals.append((refusal.reason, refusal.message))
         return self._ask_next(handover, now)
+
+    def _on_repair(self, peer: int, handover: Handover | None, repair: KVRepair) -> list[Action]:
+        if handover is None or not self._holds(handover, peer, repair.lease_id):
+            return self._ignore("late_repair")
+        num_asked = handover.num_asked
+        if not handover.repair(repair.runs):
+            return self._ignore("malformed_repair")
+        self.counters["repaired_pieces"] += handover.num_asked - num_asked
+        return []
 
     def _on_ack(self, peer: int, handover: Handover | None, ack: KVAck) -> list[Action]:
         if handover is None or handover.phase is not Phase.COMMITTED or not self._holds(handover, peer, ack.lease_id):
@@ -262,7 +277,7 @@ class KVSender:
                 budget -= piece.header.num_blocks
                 actions.append(piece)
             if handover.is_through:
-                handover.phase, handover.num_sends = Phase.COMMITTED, 0
+                handover.phase, handover.num_sends, handover.commit_again = Phase.COMMITTED, 0, False
                 actions.append(self._say_again(handover, now))
         return actions
 
