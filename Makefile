@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help up venv test check soak bench clean
+.PHONY: help up venv test check gpu-check soak bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,6 +21,7 @@ help:
 	@echo "make up      set up, serve the bundled model until Ctrl-C (make up PREFILL=2 DECODE=2 PORT=9000 MODEL=...)"
 	@echo "make test    run the tests (ARGS='-k name' picks some)"
 	@echo "make check   lint, formatting, types"
+	@echo "make gpu-check  run the tests that need a GPU, on this machine's"
 	@echo "make soak    run the long tests: faults by the thousand, endurance"
 	@echo "make bench   measure throughput and latencies of this checkout"
 	@echo "make clean   remove what the above made here"
@@ -37,6 +38,11 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The tests skip themselves where there is no GPU, and a check that ran nothing has not passed.
+gpu-check: venv
+	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-check needs a GPU, and torch sees none here.")'
+	$(BIN)/pytest -m gpu $(ARGS)
 
 soak: venv
 	$(BIN)/pytest -m soak --timeout 2700 $(ARGS)

@@ -53,6 +53,18 @@ def test_makes_own_variables_are_no_options(venv: Path) -> None:
     assert make(venv, "ARGS=-x", "PYTHON=python3") == ["up"]
 
 
+def test_a_gpu_check_without_a_gpu_fails_and_runs_nothing(venv: Path) -> None:
+    (venv / ".installed-dev").touch()
+    for name, body in (("python", "echo no GPU >&2; exit 1"), ("pytest", "echo ran")):
+        (venv / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (venv / "bin" / name).chmod(0o755)
+    command = ["make", "-C", str(ROOT), "--no-print-directory", f"VENV={venv}", "gpu-check"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "no GPU" in done.stderr
+    assert "ran" not in done.stdout
+
+
 def test_an_installation_shows_what_is_fetched_and_that_it_installs() -> None:
     said = (
         "Obtaining file:///here\n  Installing build dependencies: started\n"
