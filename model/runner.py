@@ -29,6 +29,8 @@ class ModelRunner:
     def run(self, batch: Batch) -> Generator[int, None, list[int | None]]:
         """Computes the scheduled tokens, yielding each layer's index once its KV of this batch is in the cache.
 
+        On a device it need not be there yet, but whoever reads it through the cache waits for it.
+
         Returns for each scheduled sequence its next token, or None if the step does not reach its last token.
         Closing the generator early leaves only the KV of this batch incomplete. Inference mode is entered anew for
         each piece between two yields, so that it never leaks into the code of the caller's thread.
@@ -51,9 +53,14 @@ class ModelRunner:
         network = self.network
         plan = plan_step(batch, self.kv_cache.layout, self.kv_cache.num_blocks, network.device)
         hidden, rotation = network.embed(plan.token_ids), network.rotary(plan.positions)
+        # A device works through a queue: it is to compute the next layer while the caller waits for this one's KV.
+        num_ahead = 0 if self.kv_cache.staged is None else 1
         for index, layer in enumerate(network.layers):
             hidden = layer(hidden, rotation, PagedAttention.of_layer(plan, self.kv_cache, index))
-            yield index
+            self.kv_cache.computed(index)
+            if index >= num_ahead:
+                yield index - num_ahead
+        yield from range(len(network.layers) - num_ahead, len(network.layers))
         return self._sample(batch, hidden.index_select(0, plan.sampled_rows))
 
     def _sample(self, batch: Batch, hidden: torch.Tensor) -> list[int | None]:

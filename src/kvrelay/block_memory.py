@@ -31,6 +31,26 @@ class Geometry:
         """All layers together."""
         return self.num_layers * self.num_blocks * self.block_bytes
 
+    def has(self, layer: int, block_ids: Sequence[int]) -> bool:
+        """Whether all of them exist."""
+        exist = not block_ids or 0 <= min(block_ids) <= max(block_ids) < self.num_blocks
+        return exist and 0 <= layer < self.num_layers
+
+    def check(self, layer: int, block_ids: Sequence[int]) -> None:
+        """Raises IndexError if the layer or one of the blocks does not exist."""
+        if not self.has(layer, block_ids):
+            raise IndexError(
+                f"Blocks {list(block_ids)} of layer {layer} do not all exist: there are {self.num_blocks} in each of "
+                f"{self.num_layers} layers."
+            )
+
+    def check_payload(self, block_ids: Sequence[int], num_bytes: int) -> None:
+        """Raises WireError if these are more or fewer bytes than the blocks take."""
+        if num_bytes != (expected := len(block_ids) * self.block_bytes):
+            raise WireError(
+                f"A payload for {len(block_ids)} KV blocks has {num_bytes} bytes, but {expected} were expected."
+            )
+
 
 class BlockMemory:
     """Blocks of every layer, mapped from an anonymous file whose size is sealed, so that no access can ever fault.
@@ -80,14 +100,14 @@ class BlockMemory:
         Raises:
             IndexError: a layer or block that does not exist.
         """
-        self._check(layer, block_ids)
+        self.geometry.check(layer, block_ids)
         size = self.geometry.block_bytes
         base = layer * self.geometry.num_blocks
         return [self.buffer[(base + first) * size : (base + last + 1) * size] for first, last in _runs(block_ids)]
 
     def holds(self, layer: int, block_ids: Sequence[int], num_bytes: int) -> bool:
         """Whether these blocks exist and take just so many bytes."""
-        return self._has(layer, block_ids) and num_bytes == len(block_ids) * self.geometry.block_bytes
+        return self.geometry.has(layer, block_ids) and num_bytes == len(block_ids) * self.geometry.block_bytes
 
     def write(self, layer: int, block_ids: Sequence[int], *parts: Bytes) -> None:
         """Puts bytes, however they are split, into blocks of a layer, and touches no others.
@@ -96,24 +116,9 @@ class BlockMemory:
             IndexError: a layer or block that does not exist.
             WireError: there are more or fewer bytes than the blocks take.
         """
-        found = sum(memoryview(part).nbytes for part in parts)
-        if found != (expected := len(block_ids) * self.geometry.block_bytes):
-            raise WireError(
-                f"A payload for {len(block_ids)} KV blocks has {found} bytes, but {expected} were expected."
-            )
+        self.geometry.check_payload(block_ids, sum(memoryview(part).nbytes for part in parts))
         for target, source in _paired(self.views(layer, block_ids), parts):
             target[:] = source
-
-    def _has(self, layer: int, block_ids: Sequence[int]) -> bool:
-        exist = not block_ids or 0 <= min(block_ids) <= max(block_ids) < self.geometry.num_blocks
-        return exist and 0 <= layer < self.geometry.num_layers
-
-    def _check(self, layer: int, block_ids: Sequence[int]) -> None:
-        if not self._has(layer, block_ids):
-            raise IndexError(
-                f"Blocks {list(block_ids)} of layer {layer} do not all exist: there are {self.geometry.num_blocks} in "
-                f"each of {self.geometry.num_layers} layers."
-            )
 
 
 def _paired(targets: Iterable[memoryview], parts: Iterable[Bytes]) -> Iterator[tuple[memoryview, memoryview]]:

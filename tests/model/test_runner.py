@@ -1,5 +1,6 @@
 """One step: batches of all kinds give what each sequence gives alone, and nothing leaks from blocks of others."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvrelay.model.step_plan import padded_positions
 from kvrelay.types import Batch, ScheduledSequence
 from tests.model.conftest import Driver, drain, random_ids
 from tests.model.test_gguf import VOCAB, write_gguf
+from tests.tiny_model import write_tiny_model
 
 
 @pytest.fixture
@@ -100,6 +102,23 @@ def test_kv_of_a_layer_is_complete_when_the_layer_is_yielded(smollm2_runner: Mod
     assert seen == [bytes(smollm2_runner.kv_cache.read(n, sequence.block_table[:1])) for n in range(30)]
     assert sequence.num_computed_tokens == 0
     assert len(sequence.token_ids) == 16
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_device_is_given_the_next_layer_before_one_is_yielded(
+    staged: bool, tmp_path: Path, load_folder: Callable[[Path], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, seen = load_folder(write_tiny_model(tmp_path / "model")), list[str]()
+    if staged:
+        monkeypatch.setattr(runner.kv_cache, "staged", object())
+    monkeypatch.setattr(runner.kv_cache, "computed", lambda layer: seen.append(f"computed {layer}"))
+    for layer in runner.run(Batch((ScheduledSequence(Driver(runner).sequence([1, 2, 3]), 3),))):
+        seen.append(f"yielded {layer}")
+    assert seen == (
+        ["computed 0", "computed 1", "yielded 0", "computed 2", "yielded 1", "yielded 2"]
+        if staged
+        else ["computed 0", "yielded 0", "computed 1", "yielded 1", "computed 2", "yielded 2"]
+    )
 
 
 def test_kv_moved_to_another_cache_goes_on_with_the_same_tokens(tmp_path: Path) -> None:

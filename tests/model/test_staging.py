@@ -1,0 +1,264 @@
+"""KV of a device on its way through staging buffers: which bytes, in which order with computation, in how much room."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from kvrelay.errors import WireError
+from kvrelay.model.staging import StagedMemory
+from kvrelay.model.streams import HostStreams
+from kvrelay.transfer.ports import Inlet, Outlet
+from kvrelay.transfer.protocol.piece import unpack
+from tests.transfer.test_ports import BLOCK_IDS, GEOMETRY, TARGETS, content, memory, piece
+
+LAYERS, BLOCKS, BLOCK_BYTES = 2, 9, 30
+POISON = 0xA5
+
+
+def device_memory(seed: int, block_bytes: int = BLOCK_BYTES) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (LAYERS, BLOCKS, block_bytes), dtype=torch.uint8, generator=generator)
+
+
+class LazyStreams(HostStreams):
+    """The network's queue is worked off only as far as somebody waits for it, so that what is not waited for shows.
+
+    Copies are done at once; `events` tells when later computation was made to wait for them, and what the host waited
+    for.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.buffer_bytes = 0
+        self._queue: deque[Callable[[], object]] = deque()
+        self._num_done = self._num_copied = 0
+        self._inside = False
+
+    def compute(self, work: Callable[[], object]) -> None:
+        """Queues work of the network."""
+        self._queue.append(work)
+
+    def computed(self) -> "ComputeMark":
+        assert not self._inside, "the current stream is that of the copies here"
+        return ComputeMark(self, self._num_done + len(self._queue))
+
+    def copied(self) -> "CopyMark":
+        self._num_copied += 1
+        return CopyMark(self, self._num_copied)
+
+    def compute_after(self, mark: object) -> None:
+        assert isinstance(mark, CopyMark)
+        self.events.append(f"computation waits for copies {mark.number}")
+
+    def copy_after(self, mark: object) -> None:
+        assert isinstance(mark, ComputeMark)
+        mark.synchronize()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self._inside = True
+        yield
+        self._inside = False
+
+    def host_buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
+        self.buffer_bytes += num_rows * row_bytes
+        return super().host_buffer(num_rows, row_bytes).fill_(POISON)
+
+    def upload(self, block_ids: Sequence[int]) -> torch.Tensor:
+        assert self._inside
+        return super().upload(block_ids)
+
+    def retain(self, tensor: torch.Tensor) -> None:
+        self.events.append("retained")
+
+    def work_off(self, end: int) -> None:
+        while self._num_done < end:
+            self._queue.popleft()()
+            self._num_done += 1
+
+
+class ComputeMark:
+    """Behind the first so much work of the network."""
+
+    def __init__(self, streams: LazyStreams, end: int) -> None:
+        self._streams, self._end = streams, end
+
+    def wait(self, stream: object) -> None:
+        raise AssertionError("the streams do this")
+
+    def synchronize(self) -> None:
+        self._streams.work_off(self._end)
+
+
+class CopyMark:
+    """Behind the copies queued until it was made."""
+
+    def __init__(self, streams: LazyStreams, number: int) -> None:
+        self.number, self._streams = number, streams
+
+    def wait(self, stream: object) -> None:
+        raise AssertionError("the streams do this")
+
+    def synchronize(self) -> None:
+        self._streams.events.append(f"host waits for copies {self.number}")
+
+
+@pytest.mark.parametrize("block_bytes", [1, 3, 30, 64, 4097])
+@pytest.mark.parametrize("budget", [0, 100, 1000, 1 << 20])
+@pytest.mark.parametrize("block_ids", [[4], [0, 1, 2], [5, 0, 3], [8, 7, 6, 5, 4, 3, 2, 1, 0], []])
+def test_blocks_come_back_as_they_left(block_bytes: int, budget: int, block_ids: list[int]) -> None:
+    source, target = device_memory(1, block_bytes), device_memory(2, block_bytes)
+    expected = target.clone()
+    moved_to = [8 - block_id for block_id in block_ids]
+    expected[1, moved_to] = source[1, block_ids]
+    payload = b"".join(StagedMemory(source, LazyStreams(), budget).views(1, block_ids))
+    assert payload == source[1, block_ids].numpy().tobytes()
+    StagedMemory(target, LazyStreams(), budget).write(1, moved_to, payload)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("block_ids", [[4], [5, 0, 3], []])
+def test_blocks_move_on_the_device_alone(block_ids: list[int]) -> None:
+    source, target = device_memory(1), device_memory(2)
+    expected = target.clone()
+    expected[0, block_ids] = source[1, block_ids]
+    packed = StagedMemory(source, HostStreams()).gather(1, block_ids)
+    assert torch.equal(packed, source[1, block_ids])
+    StagedMemory(target, HostStreams()).scatter(0, block_ids, packed)
+    assert torch.equal(target, expected)
+
+
+def test_a_piece_goes_from_device_to_device() -> None:
+    here, there = (torch.frombuffer(bytearray(memory(seed).buffer), dtype=torch.uint8) for seed in (10, 100))
+    shape = (GEOMETRY.num_layers, GEOMETRY.num_blocks, GEOMETRY.block_bytes)
+    header, payload = Outlet(StagedMemory(here.view(shape), HostStreams()), lambda _: None).take(piece(one_sided=False))
+    inlet = Inlet(StagedMemory(there.view(shape), HostStreams()))
+    assert payload == content(memory(10), BLOCK_IDS)
+    assert inlet.land(unpack(header), TARGETS, payload)
+    expected = memory(100)
+    expected.write(1, TARGETS, payload)
+    assert there.numpy().tobytes() == bytes(expected.buffer)
+
+
+def test_a_piece_goes_from_a_device_into_memory_that_is_shared() -> None:
+    here, there = torch.frombuffer(bytearray(memory(10).buffer), dtype=torch.uint8), memory(100)
+    staged = StagedMemory(here.view(GEOMETRY.num_layers, GEOMETRY.num_blocks, -1), HostStreams())
+    _, payload = Outlet(staged, lambda _: there).take(piece(one_sided=True))
+    assert payload is None
+    assert content(there, TARGETS) == content(memory(10), BLOCK_IDS)
+
+
+@pytest.mark.parametrize("read", ["views", "gather"])
+def test_what_leaves_waits_for_its_layer_and_for_no_later_one(read: str) -> None:
+    kv, streams, fresh = device_memory(1), LazyStreams(), device_memory(2)
+    before, staged = kv.clone(), StagedMemory(kv, streams)
+    for layer in range(LAYERS):
+        streams.compute(partial(kv[layer].copy_, fresh[layer]))
+        staged.computed(layer)
+    found = staged.views(0, [3, 1])[0] if read == "views" else staged.gather(0, [3, 1]).numpy()
+    assert bytes(found) == fresh[0, [3, 1]].numpy().tobytes()
+    assert torch.equal(kv[1], before[1])
+    assert streams.events == ["host waits for copies 1"]
+
+
+@pytest.mark.parametrize("read", ["views", "gather"])
+def test_what_leaves_waits_for_all_when_nobody_said_what_was_computed(read: str) -> None:
+    kv, streams = device_memory(1), LazyStreams()
+    streams.compute(lambda: kv.fill_(7))
+    staged = StagedMemory(kv, streams)
+    found = staged.views(0, [3])[0] if read == "views" else staged.gather(0, [3]).numpy()
+    assert bytes(found) == bytes([7]) * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("write", ["write", "scatter"])
+def test_what_enters_waits_for_earlier_steps_and_later_ones_wait_for_it(write: str) -> None:
+    kv, streams, seen = device_memory(1), LazyStreams(), list[torch.Tensor]()
+    staged, before = StagedMemory(kv, streams), kv.clone()
+    streams.compute(lambda: seen.append(kv.clone()))
+    packed = torch.full((2, BLOCK_BYTES), 7, dtype=torch.uint8)
+    if write == "write":
+        staged.write(0, [3, 1], packed.numpy().tobytes())
+    else:
+        staged.scatter(0, [3, 1], packed)
+    assert torch.equal(seen[0], before)
+    assert kv[0, [3, 1]].eq(7).all()
+    assert streams.events[-1] == "computation waits for copies 1"
+    assert "host waits for copies 1" not in streams.events
+
+
+def test_memory_that_is_scattered_may_be_freed_but_not_changed_before_the_mark() -> None:
+    streams = LazyStreams()
+    StagedMemory(device_memory(1), streams).scatter(
+        0, [3], torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
+    ).synchronize()
+    assert streams.events == ["retained", "computation waits for copies 1", "host waits for copies 1"]
+
+
+def test_a_buffer_is_used_again_when_its_copies_are_done() -> None:
+    streams = LazyStreams()
+    staged = StagedMemory(device_memory(1), streams, 4 * BLOCK_BYTES)
+    for block_id in range(4):
+        staged.write(0, [block_id], bytes(BLOCK_BYTES))
+    assert not [event for event in streams.events if "host" in event]
+    staged.write(0, [4], bytes(BLOCK_BYTES))
+    staged.views(0, [4])
+    assert [event for event in streams.events if "host" in event][:2] == [
+        "host waits for copies 1",
+        "host waits for copies 2",
+    ]
+
+
+def test_a_payload_larger_than_all_buffers_goes_through_them_in_turn() -> None:
+    streams = LazyStreams()
+    staged = StagedMemory(device_memory(1), streams, 4 * 2 * BLOCK_BYTES)
+    staged.write(0, range(BLOCKS), bytes(BLOCKS * BLOCK_BYTES))
+    assert [event for event in streams.events if "host" in event] == ["host waits for copies 1"]
+
+
+@pytest.mark.parametrize("budget", [0, 100, 500, 1 << 20])
+def test_buffers_take_what_they_may_and_never_more(budget: int) -> None:
+    streams = LazyStreams()
+    staged = StagedMemory(device_memory(1), streams, budget)
+    assert streams.buffer_bytes <= max(budget, 4 * BLOCK_BYTES)
+    before = streams.buffer_bytes
+    for _ in range(3):
+        staged.write(1, range(BLOCKS), b"".join(staged.views(0, range(BLOCKS))))
+        staged.scatter(1, [2], staged.gather(0, [1]))
+    assert streams.buffer_bytes == before
+
+
+@pytest.mark.parametrize("change", [-1, 1, BLOCK_BYTES])
+def test_a_payload_of_another_size_is_refused_and_changes_nothing(change: int) -> None:
+    kv = device_memory(1)
+    before = kv.clone()
+    staged = StagedMemory(kv, HostStreams())
+    with pytest.raises(WireError, match="were expected"):
+        staged.write(0, [1, 2], bytes(2 * BLOCK_BYTES + change))
+    with pytest.raises(WireError, match="were expected"):
+        staged.scatter(0, [1, 2], torch.zeros(2 * BLOCK_BYTES + change, dtype=torch.uint8))
+    assert torch.equal(kv, before)
+
+
+def test_a_tensor_of_another_shape_is_refused_whatever_its_size() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        StagedMemory(device_memory(1), HostStreams()).scatter(
+            0, [1, 2], torch.zeros(2 * BLOCK_BYTES, dtype=torch.uint8)
+        )
+
+
+@pytest.mark.parametrize(("layer", "block_id"), [(LAYERS, 0), (-1, 0), (0, BLOCKS), (0, -1)])
+def test_blocks_and_layers_that_do_not_exist_are_refused(layer: int, block_id: int) -> None:
+    staged = StagedMemory(device_memory(1), HostStreams())
+    packed = torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
+    for call in (
+        lambda: staged.views(layer, [block_id]),
+        lambda: staged.gather(layer, [block_id]),
+        lambda: staged.write(layer, [block_id], bytes(BLOCK_BYTES)),
+        lambda: staged.scatter(layer, [block_id], packed),
+    ):
+        with pytest.raises(IndexError, match="exist"):
+            call()
