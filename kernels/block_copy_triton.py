@@ -54,9 +54,8 @@ def _launch(kernel: Any, source: torch.Tensor, block_ids: torch.Tensor, target: 
     word_bytes = _word_bytes(source, target)
     words = [tensor.view(_WORDS[word_bytes]) for tensor in (source, target)]
     num_words, width = words[0].shape[1], _PROGRAM_BYTES // word_bytes
-    if words[0].numel() and words[1].numel():  # a grid must not be empty
-        grid = (len(block_ids), triton.cdiv(num_words, width))
-        kernel[grid](words[0], block_ids, words[1], num_words, width=width)
+    grid = (len(block_ids), triton.cdiv(num_words, width))  # where it is empty, nothing is launched
+    kernel[grid](words[0], block_ids, words[1], num_words, width=width)
 
 
 def _word_bytes(*tensors: torch.Tensor) -> int:
