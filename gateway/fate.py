@@ -4,6 +4,9 @@
                   │  P lost · P failed · no candidate left                  │  D lost · D failed · D silent
                   └──────────────── deadline · client gone · stop ──────────┴──▶ Abort to all, end
 
+A hand-over that failed before anybody generates is no end but, once, a new attempt (`Again`) under the next number. The
+client may have the first token already, so the new attempt must give the same one.
+
 In PREFILL the first worker answers for the request and any candidate may be about to hold it; in DECODE only the
 holder does. Whoever answers for it is asked again after a silence, and one that does not know the request any more says
 so, which ends it: a hand-over whose commit was lost does not leave the client waiting. A local request is in DECODE
@@ -15,7 +18,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from kvrelay.errors import ClientGone, DeadlineExceeded, Draining, RequestError, UnknownRequest, WorkerLost, from_code
+from kvrelay.errors import (
+    ClientGone,
+    DeadlineExceeded,
+    Draining,
+    HandOverFailed,
+    RequestError,
+    UnknownRequest,
+    WorkerLost,
+    from_code,
+)
 from kvrelay.gateway.flight import Flight, SampleTokens, Submission
 from kvrelay.gateway.router import Route, Router
 from kvrelay.messages import (
@@ -62,7 +74,16 @@ class End:
     error: RequestError | None = None
 
 
-Effect = Send | Tokens | End
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The attempt failed: call `again` with a route, if possible one that avoids a worker, or `give_up`."""
+
+    request_id: str
+    avoid: Incarnation
+    reason: str
+
+
+Effect = Send | Tokens | End | Again
 
 
 class Fate:
@@ -95,10 +116,18 @@ class Fate:
         if submission.request_id in self._flights:
             raise ValueError(f"The request id {submission.request_id} is in use.")
         flight = Flight(submission, route, self._router, deadline=now + self._request_timeout_s)
-        self._flights[submission.request_id] = flight
-        if route.local:
-            flight.decodes_at(route.first, inf)  # it has no token to repeat before its first
-        return [Send(route.first, self._dispatch(flight))]
+        return self._launch(flight)
+
+    def again(self, request_id: str, route: Route) -> list[Effect]:
+        """A request whose attempt failed goes another way."""
+        failed = self._flights[request_id]
+        failed.close()
+        self.counters["retries"] += 1
+        return self._launch(Flight(failed.submission, route, self._router, deadline=failed.deadline, after=failed))
+
+    def give_up(self, request_id: str, error: RequestError) -> list[Effect]:
+        """There is no way for it. Nothing happens if the request has ended by itself."""
+        return self._give_up(request_id, error, str(error))
 
     def stop(self, request_id: str) -> list[Effect]:
         """A stop string was found in the text. Nothing happens if the request has ended by itself."""
@@ -112,6 +141,12 @@ class Fate:
         """The gateway leaves: every request ends."""
         error = Draining("The gateway is shutting down; send the request again.")
         return [effect for request_id in list(self._flights) for effect in self._give_up(request_id, error, str(error))]
+
+    def _launch(self, flight: Flight) -> list[Effect]:
+        self._flights[flight.key.request_id] = flight
+        if flight.route.local:
+            flight.decodes_at(flight.route.first, inf)  # it has no token to repeat before its first
+        return [Send(flight.route.first, self._dispatch(flight))]
 
     # what happens
 
@@ -163,6 +198,8 @@ class Fate:
             else:
                 self.counters["impossible_tokens"] += 1
         self.counters["repeated_tokens"] += flight.count_repeated()
+        if flight.contradicted:
+            return self._end(flight, HandOverFailed("The prompt, computed once more, began another answer; try again."))
         delivered: list[Effect] = [Tokens(key.request_id, tuple(taken))] if taken else []
         return delivered + (self._finish(flight) if flight.finished else [])
 
@@ -187,6 +224,8 @@ class Fate:
             self.counters["unowned_failures"] += 1
             return []
         flight.alive.discard(peer)  # it has given up what it had
+        if message.code == HandOverFailed.code and flight.may_be_retried:
+            return [*self._abort_all(flight, message.message), Again(message.request_id, peer, message.message)]
         return self._end(flight, _told(message))
 
     def _on_lost(self, flight: Flight, worker: Incarnation) -> list[Effect]:
@@ -240,12 +279,11 @@ class Fate:
     def _end(self, flight: Flight, error: RequestError | None, reason: str = "") -> list[Effect]:
         """Ends before the last token: whoever may still hold a part of it is told."""
         self._forget(flight)
-        told: list[Effect] = [
-            self._abort(worker, flight.key, reason or str(error))
-            for worker in flight.route.workers
-            if worker in flight.alive
-        ]
-        return [*told, End(flight.key.request_id, error)]
+        return [*self._abort_all(flight, reason or str(error)), End(flight.key.request_id, error)]
+
+    def _abort_all(self, flight: Flight, reason: str) -> list[Effect]:
+        alive = [worker for worker in flight.route.workers if worker in flight.alive]
+        return [self._abort(worker, flight.key, reason) for worker in alive]
 
     def _forget(self, flight: Flight) -> None:
         flight.close()

@@ -7,6 +7,8 @@ from kvrelay.gateway.router import Route, Router
 from kvrelay.messages import TokenOutput
 from kvrelay.types import Incarnation, RequestKey, SamplingParams
 
+MAX_ATTEMPTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Submission:
@@ -23,8 +25,9 @@ class Submission:
 class SampleTokens:
     """The tokens of one sample: put in order, each once, and asked for when they are missing.
 
-    `early` holds tokens that came before an earlier one. At `ask_at` they are asked for, for the `num_asked`-th time
-    without an answer.
+    `first` is token 0 once it was given out, in this attempt or an earlier one; then this one has to repeat it, and
+    `contradicts` it if it does not. `early` holds tokens that came before an earlier one. At `ask_at` they are asked
+    for, for the `num_asked`-th time without an answer.
     """
 
     number: int
@@ -33,6 +36,8 @@ class SampleTokens:
     ask_at: float = inf
     num_asked: int = 0
     num_repeated: int = 0
+    first: TokenOutput | None = None
+    contradicts: bool = False
     early: dict[int, TokenOutput] = field(default_factory=dict)
 
     @property
@@ -49,11 +54,17 @@ class SampleTokens:
         self.early[output.index] = output
         ready: list[TokenOutput] = []
         while not self.finished and (following := self.early.pop(self.next_index, None)) is not None:
-            ready.append(following)
+            if following.index or self._is_new(following):
+                ready.append(following)
             self.next_index += 1
             self.finished = following.finish_reason is not None
         self._wait(now, resend_s, progressed=bool(ready))
         return ready
+
+    def _is_new(self, first: TokenOutput) -> bool:
+        given, self.first = self.first, self.first or first
+        self.contradicts = given is not None and given.token_id != first.token_id
+        return given is None
 
     def _repeat(self, now: float, resend_s: float) -> None:
         self.num_repeated += 1
@@ -78,16 +89,19 @@ class Flight:
     that generates, once it is known. `decode_by` is when it must be known, if that is in doubt.
     """
 
-    def __init__(self, submission: Submission, route: Route, router: Router, *, deadline: float) -> None:
-        """The request is about to be sent to `route.first`."""
-        self.key = RequestKey(submission.request_id, 0)
+    def __init__(
+        self, submission: Submission, route: Route, router: Router, *, deadline: float, after: "Flight | None" = None
+    ) -> None:
+        """The request is about to be sent to `route.first`, for the first time or `after` an attempt that failed."""
+        self.key: RequestKey = RequestKey(submission.request_id, 0 if after is None else after.key.attempt + 1)
         self.submission = submission
         self.route = route
         self.deadline = deadline
         self.decode_by = inf
         self.holder: Incarnation | None = None
         self.alive = set(route.workers)
-        self.samples = [SampleTokens(number) for number in range(submission.num_samples)]
+        given = [None] * submission.num_samples if after is None else [sample.first for sample in after.samples]
+        self.samples: list[SampleTokens] = [SampleTokens(number, first=first) for number, first in enumerate(given)]
         self.first_token_seen = False
         self._in_doubt = False
         self._decoders = tuple(peer.incarnation for peer in route.candidates) or (route.first,)
@@ -104,6 +118,16 @@ class Flight:
     def finished(self) -> bool:
         """True when every sample has its last token."""
         return all(sample.finished for sample in self.samples)
+
+    @property
+    def contradicted(self) -> bool:
+        """True when an earlier attempt gave out a first token that is none of this one's."""
+        return any(sample.contradicts for sample in self.samples)
+
+    @property
+    def may_be_retried(self) -> bool:
+        """True while nobody generates from it: another attempt can take its place."""
+        return self.holder is None and self.key.attempt + 1 < MAX_ATTEMPTS
 
     @property
     def speaker(self) -> Incarnation | None:

@@ -33,6 +33,10 @@ class Route:
         """Every worker that may come to hold a part of the request, each once."""
         return tuple(dict.fromkeys((self.first, *(peer.incarnation for peer in self.candidates))))
 
+    def avoiding(self, worker: Incarnation) -> "Route":
+        """The same, with this candidate as the last resort."""
+        return Route(self.first, tuple(sorted(self.candidates, key=lambda peer: peer.incarnation == worker)))
+
 
 @dataclass(slots=True)
 class Sent:

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvrelay.config import GatewaySettings
-from kvrelay.errors import ClientGone, Draining, NoWorkers, Overloaded
+from kvrelay.errors import ClientGone, Draining, NoWorkers, Overloaded, RequestError
 from kvrelay.events import Event, RequestTimeline
 from kvrelay.gateway.cluster import Cluster, Loss, Worker
-from kvrelay.gateway.fate import Effect, End, Fate, Send, Tokens
+from kvrelay.gateway.fate import Again, Effect, End, Fate, Send, Tokens
 from kvrelay.gateway.flight import Submission
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.metrics import ClusterCollector, Metrics
@@ -224,8 +224,19 @@ class Service:
                         queue.extend(self.fate.on_unsent(unsent))
                 case Tokens(request_id) as tokens:
                     self._deliver(self._generations[request_id], tokens)
+                case Again() as again:
+                    queue.extend(self._try_again(again))
                 case End(request_id) as end:
                     self._end(self._generations.pop(request_id), end)
+
+    def _try_again(self, again: Again) -> list[Effect]:
+        log.warning("Request %s is tried again: %s", again.request_id, again.reason)
+        try:
+            prompt = self._generations[again.request_id].prompt_token_ids
+            route = self.router.choose(self.cluster, len(prompt)).avoiding(again.avoid)
+        except RequestError as error:
+            return self.fate.give_up(again.request_id, error)
+        return self.fate.again(again.request_id, route)
 
     def _deliver(self, generation: Generation, tokens: Tokens) -> None:
         now = self._clock()

@@ -31,8 +31,8 @@ class Bench:
     def started(self, worker: int, *, attempt: int = 0, now: float = 1.0) -> list[Effect]:
         return self.fate.on_message(worker, DecodeStarted(source=worker, request_id="r", attempt=attempt), now)
 
-    def failed(self, worker: int, code: str = "hand_over_failed") -> list[Effect]:
-        message = RequestFailed(source=worker, request_id="r", attempt=0, code=code, message="It broke.")
+    def failed(self, worker: int, code: str = "internal_error", *, attempt: int = 0) -> list[Effect]:
+        message = RequestFailed(source=worker, request_id="r", attempt=attempt, code=code, message="It broke.")
         return self.fate.on_message(worker, message, 1.0)
 
     def nothing_left(self) -> bool:

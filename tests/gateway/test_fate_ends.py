@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.errors import ClientGone, DeadlineExceeded, Draining, HandOverFailed, WorkerLost
+from kvrelay.errors import ClientGone, DeadlineExceeded, Draining, RequestError, WorkerLost
 from kvrelay.gateway.fate import Send
 from kvrelay.messages import DecodeStarted
 from tests.gateway.bench import ALONE, D1, D2, RESEND_S, TIMEOUT_S, Bench, P, aborted, ends
@@ -114,7 +114,7 @@ def test_the_death_of_a_stranger_changes_nothing(bench: Bench) -> None:
 def test_the_prefill_leg_fails_and_the_decode_leg_does_not_wait(bench: Bench) -> None:
     bench.submit(route(P, D1, D2))
     effects = bench.failed(P)
-    assert ends(effects) == [HandOverFailed]
+    assert ends(effects) == [RequestError]
     assert aborted(effects) == {D1, D2}
     assert bench.nothing_left()
 
@@ -123,7 +123,7 @@ def test_a_decode_worker_gives_up(bench: Bench) -> None:
     bench.submit(route(P, D1, D2))
     bench.started(D1)
     effects = bench.failed(D1)
-    assert ends(effects) == [HandOverFailed]
+    assert ends(effects) == [RequestError]
     assert aborted(effects) == {P, D2}
 
 

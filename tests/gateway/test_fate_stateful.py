@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrelay.gateway.fate import Effect, End, Fate, Send, Tokens
+from kvrelay.errors import NoWorkers
+from kvrelay.gateway.fate import Again, Effect, End, Fate, Send, Tokens
 from kvrelay.gateway.flight import Submission
 from kvrelay.gateway.router import Router
 from kvrelay.messages import Abort, DecodeStarted, OutputAck, RequestFailed, Resend, StepOutput, TokenOutput
@@ -25,6 +26,7 @@ class Asked:
 
     workers: tuple[int, ...]
     num_samples: int
+    attempt: int = 0
     given_up: set[int] = field(default_factory=set)  # workers that said they dropped it, or were never reached
     delivered: dict[int, list[TokenOutput]] = field(default_factory=dict)
     num_ends: int = 0
@@ -86,12 +88,17 @@ class FateMachine(RuleBasedStateMachine):
     def decode_started(self, data: st.DataObject, worker: int, attempt: int) -> None:
         self.hear(worker, DecodeStarted(source=worker, request_id=self.any_request(data), attempt=attempt))
 
-    @rule(data=st.data(), worker=st.sampled_from(WORKERS))
-    def failed(self, data: st.DataObject, worker: int) -> None:
+    @rule(
+        data=st.data(),
+        worker=st.sampled_from(WORKERS),
+        code=st.sampled_from(["draining", "hand_over_failed"]),
+        attempt=st.integers(0, 1),
+    )
+    def failed(self, data: st.DataObject, worker: int, code: str, attempt: int) -> None:
         request_id = self.any_request(data)
-        if request_id in self.asked:
+        if request_id in self.asked and self.asked[request_id].attempt == attempt:
             self.asked[request_id].given_up.add(worker)
-        message = RequestFailed(source=worker, request_id=request_id, attempt=0, code="draining", message="No.")
+        message = RequestFailed(source=worker, request_id=request_id, attempt=attempt, code=code, message="No.")
         self.hear(worker, message)
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -146,8 +153,24 @@ class FateMachine(RuleBasedStateMachine):
                     assert peer in self.asked[resend.request_id].workers
                 case Tokens(request_id, outputs):
                     self.deliver(self.asked[request_id], outputs)
+                case Again(request_id, avoid):
+                    self.try_again(request_id, avoid)
                 case End(request_id, error):
                     self.end(self.asked[request_id], failed=error is not None)
+
+    def try_again(self, request_id: str, avoid: int) -> None:
+        asked = self.asked[request_id]
+        assert asked.attempt == 0, "once"
+        assert set(asked.workers) - self.dead - asked.given_up <= asked.told, "whoever may hold it is told"
+        alive = [worker for worker in DECODE if worker not in self.dead]
+        if PREFILL[1] in self.dead or not alive:
+            self.check(self.fate.give_up(request_id, NoWorkers("There is none.")))
+            return
+        where = route(PREFILL[1], *alive).avoiding(avoid)
+        asked.attempt, asked.workers, asked.given_up, asked.told = 1, where.workers, set(), set()
+        (sent,) = self.fate.again(request_id, where)
+        assert isinstance(sent, Send)
+        asked.sent = sent
 
     def deliver(self, asked: Asked, outputs: tuple[TokenOutput, ...]) -> None:
         assert asked.num_ends == 0, "nothing comes after the end"

@@ -88,7 +88,7 @@ def test_new_requests_go_elsewhere_after_a_death(gateway: Gateway) -> None:
     assert client.json()["choices"][0]["text"] == "AB"
 
 
-@pytest.mark.parametrize(("code", "status"), [("hand_over_failed", 500), ("draining", 503), ("overloaded", 429)])
+@pytest.mark.parametrize(("code", "status"), [("internal_error", 500), ("draining", 503), ("overloaded", 429)])
 def test_the_prefill_leg_fails(gateway: Gateway, code: str, status: int) -> None:
     """Its error keeps its own status, and the decode leg is not left waiting."""
     prefill, decode = gateway.pair()
@@ -100,6 +100,36 @@ def test_the_prefill_leg_fails(gateway: Gateway, code: str, status: int) -> None
     error = client.json()["error"]
     assert (error["code"], error["message"]) == (code, "It did not work.")
     decode.expect_abort(request.key)
+
+
+def test_a_failed_hand_over_is_tried_again_and_the_client_sees_one_answer(gateway: Gateway) -> None:
+    prefill, decode = gateway.pair()
+    other = gateway.worker(3, Role.DECODE)
+    client = gateway.client().post(COMPLETIONS, {"prompt": "x", "stream": True})
+    failed = prefill.expect_prompt()
+    prefill.send_tokens(failed, [65])
+    assert client.event()["choices"][0]["text"] == "A"
+    first, second = (decode, other) if failed.candidates[0].incarnation == 2 else (other, decode)  # type: ignore[union-attr]
+    first.fail(failed, "hand_over_failed", "It arrived damaged twice.")
+    second.expect_abort(failed.key)
+    again = prefill.expect_prompt()
+    assert (again.request_id, again.attempt) == (failed.request_id, 1)
+    assert again.candidates[-1].incarnation == first.incarnation  # type: ignore[union-attr]
+    prefill.send_tokens(again, [65])
+    second.start_decode(again)
+    second.send_tokens(again, [66], start=1, finish=LENGTH)
+    *texts, done = client.events()
+    assert ("".join(event["choices"][0]["text"] for event in texts), done) == ("B", "[DONE]")
+    assert gateway.cluster()["counters"]["retries"] == 1
+
+
+def test_a_hand_over_that_fails_again_is_told(gateway: Gateway) -> None:
+    prefill, decode = gateway.pair()
+    client = gateway.client().post(COMPLETIONS, {"prompt": "x"})
+    decode.fail(prefill.expect_prompt(), "hand_over_failed", "It arrived damaged twice.")
+    decode.fail(prefill.expect_prompt(), "hand_over_failed", "It arrived damaged twice, again.")
+    assert client.response.status == 500
+    assert client.json()["error"]["message"] == "It arrived damaged twice, again."
 
 
 def test_an_error_after_the_first_byte_is_an_event(gateway: Gateway) -> None:
