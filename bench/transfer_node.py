@@ -59,7 +59,7 @@ class Node:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         listener = Listener(context, "127.0.0.1", "0", incarnation=self.incarnation)
         settings = PrefillSettings.model_validate({"transport": transport})
-        self.data = open_data_plane(settings, context, self.incarnation, self.memory, self.memory)
+        self.data = open_data_plane(settings, context, self.incarnation, self.memory, layout, self.memory)
         self.peer = Peer(
             name=transport,
             incarnation=self.incarnation,
@@ -185,8 +185,8 @@ class ReceivingNode(Node):
                 self._receiver.on_memory_shared(peer)
             case PieceArrived(peer, frame, payload):
                 header = unpack(frame)
-                block_ids = self._receiver.accept(peer, header)
-                if block_ids is not None and self.data.inlet.land(header, block_ids, payload):
+                place = self._receiver.accept(peer, header)
+                if place is not None and self.data.inlet.land(header, place, payload):
                     return self._receiver.landed(header, now)
         return []
 

@@ -157,10 +157,10 @@ class DecodeWorker(Worker):
         except WireError:
             self._counters["malformed_piece"] += 1
             return
-        block_ids = self._receiver.accept(peer, header)
-        if block_ids is None:
+        place = self._receiver.accept(peer, header)
+        if place is None:
             return
-        if self._inlet.land(header, block_ids, payload):
+        if self._inlet.land(header, place, payload):
             self._do(self._receiver.landed(header, self._clock()))
         else:
             self._do(self._receiver.corrupt(header, self._clock()))
@@ -217,7 +217,7 @@ def run(settings: WorkerSettings) -> int:
     incarnation = new_incarnation()
     process = WorkerProcess(settings, settings.role, incarnation)
     kv_cache = runner.kv_cache
-    data = open_data_plane(settings, process.context, incarnation, kv_cache, kv_cache.host)
+    data = open_data_plane(settings, process.context, incarnation, kv_cache, served.layout, kv_cache.host)
     blocks = BlockManager(kv_cache.num_blocks, settings.block_size)
     context = WorkerContext(
         mailbox=process.mailbox,

@@ -66,7 +66,7 @@ class Loss:
 
 class Cluster:
     """The workers of one gateway. A worker is used when it serves the gateway's model, is not draining, and has a
-    partner: a prefill worker needs a decode worker with the same KV layout, and the other way round."""
+    partner: a prefill worker needs a decode worker that can take its KV, and the other way round."""
 
     def __init__(self, model: str, fingerprint: str, *, death_s: float) -> None:
         """`model` and `fingerprint` are the gateway's own; silence of `death_s` seconds means death."""
@@ -137,7 +137,7 @@ class Cluster:
         """Every prefill worker that can be used, with the decode workers that can take its KV."""
         decoders = self._fit(Role.DECODE)
         pairs = [
-            (worker, [peer for peer in decoders if _compatible(worker, peer)]) for worker in self._fit(Role.PREFILL)
+            (worker, [peer for peer in decoders if not _why_apart(worker, peer)]) for worker in self._fit(Role.PREFILL)
         ]
         return [pair for pair in pairs if pair[1]]
 
@@ -179,12 +179,8 @@ class Cluster:
         partners = self._fit(partner)
         if not partners:
             return f"It waits for a {partner} worker."
-        if any(_compatible(worker, other) for other in partners):
-            return ""
-        return (
-            f"Its KV layout ({_layout(worker)}) is that of no {partner} worker ({_layout(partners[0])}); "
-            "start both with the same --block-size and --dtype."
-        )
+        faults = [_why_apart(*_pair(worker, other)) for other in partners]
+        return "" if "" in faults else f"It fits no {partner} worker. {faults[0]}"
 
     def labels(self) -> list[tuple[Worker, str]]:
         """Every worker with a name that is its own: two containers may well give their workers the same."""
@@ -240,8 +236,22 @@ class Cluster:
         }
 
 
-def _compatible(sender: Worker, receiver: Worker) -> bool:
-    return sender.hello.layout == receiver.hello.layout
+def _pair(worker: Worker, other: Worker) -> tuple[Worker, Worker]:
+    """Sender and receiver of KV."""
+    return (worker, other) if worker.role is Role.PREFILL else (other, worker)
+
+
+def _why_apart(sender: Worker, receiver: Worker) -> str:
+    """Why no KV can go from one to the other, as a sentence; empty if it can."""
+    if fault := receiver.hello.layout.why_not_from(sender.hello.layout):
+        return fault
+    common = set(sender.hello.data_endpoints) & set(receiver.hello.data_endpoints)
+    if common == {"shm"} and sender.hello.layout != receiver.hello.layout:
+        return (
+            f"Blocks of {sender.hello.layout.block_size} tokens cannot be written into memory that is shared in blocks "
+            f"of {receiver.hello.layout.block_size}; start both with the same --block-size, or with --transport auto."
+        )
+    return ""
 
 
 def _about(worker: Worker, reason: str) -> str:
@@ -252,8 +262,3 @@ def _about(worker: Worker, reason: str) -> str:
 
 def _label(worker: Worker, *, unique: bool) -> str:
     return worker.hello.name if unique else f"{worker.hello.name}@{worker.incarnation:016x}"
-
-
-def _layout(worker: Worker) -> str:
-    layout = worker.hello.layout
-    return f"blocks of {layout.block_size} tokens in {layout.dtype}"

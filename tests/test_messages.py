@@ -94,7 +94,7 @@ MESSAGES: list[Message] = [
     KVOffer(**PROMPT, gateway=9, fingerprint="f", layout=LAYOUT, lease_s=30.0),
     KVCommit(**ABOUT, lease_id=LEASE, first_token_ids=(4,)),
     KVReleased(source=1, lease_id=LEASE),
-    KVGrant(**ABOUT, lease_id=LEASE, block_ids=(0, 5), held_blocks=1),
+    KVGrant(**ABOUT, lease_id=LEASE, block_ids=(0, 5), block_size=16, held_blocks=1),
     KVRefusal(**ABOUT, reason=RefusalReason.QUEUE_FULL, message="Full."),
     KVRepair(**ABOUT, lease_id=LEASE, runs=(BlockRun(2, 0, 3),)),
     KVAck(**ABOUT, lease_id=LEASE),

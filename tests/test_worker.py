@@ -96,7 +96,9 @@ def bench() -> Iterator[Bench]:
         prefixes=prefixes,
     )
     stand_in: Any = runner
-    yield Bench(DecodeWorker(context, stand_in, blocks, scheduler, receiver, Inlet(stand_in)), runner, mailbox, blocks)
+    yield Bench(
+        DecodeWorker(context, stand_in, blocks, scheduler, receiver, Inlet(stand_in, LAYOUT)), runner, mailbox, blocks
+    )
     mailbox.close()
 
 

@@ -13,7 +13,7 @@ from kvrelay.transfer.shm_transport import ShmTransport
 from kvrelay.transfer.transports import Transports
 from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.transport import Transport
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, KVLayout
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,11 @@ def open_data_plane(
     context: "zmq.Context[zmq.Socket[bytes]]",
     incarnation: Incarnation,
     memory: KVMemory,
+    layout: KVLayout,
     host: BlockMemory | None,
 ) -> DataPlane:
-    """Starts what `--transport` asks for. `host` is what lies behind `memory`, None if it is on a device.
+    """Starts what `--transport` asks for. `layout` is the memory's; `host` is what lies behind it, None if it is on a
+    device.
 
     Raises:
         TransportMissing: the one asked for cannot work here.
@@ -45,7 +47,7 @@ def open_data_plane(
     if settings.transport != "shm":
         carrying.append(ZmqTransport(context, settings.bind, settings.ports, incarnation=incarnation))
     shared = (lambda _: None) if shm is None else shm.shared
-    return DataPlane(Transports([] if shm is None else [shm], carrying), Outlet(memory, shared), Inlet(memory))
+    return DataPlane(Transports([] if shm is None else [shm], carrying), Outlet(memory, shared), Inlet(memory, layout))
 
 
 def _start_shm(settings: WorkerSettings, incarnation: Incarnation, host: BlockMemory | None) -> ShmTransport | None:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrelay.block_memory import BlockMemory
+from kvrelay.transfer.conversion import convert
 from kvrelay.transfer.protocol.actions import SendPiece
+from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import PieceHeader, is_intact, pack, seal
-from kvrelay.types import Incarnation
+from kvrelay.types import Incarnation, KVLayout
 
 
 class KVMemory(Protocol):
@@ -54,17 +56,25 @@ class Outlet:
 class Inlet:
     """Puts accepted pieces into a receiver's memory."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, layout: KVLayout) -> None:
+        """`layout` is the memory's."""
         self._memory = memory
+        self._layout = layout
 
-    def land(self, header: PieceHeader, block_ids: Sequence[int], payload: bytes | None) -> bool:
-        """Verifies a piece and makes sure that it lies in these blocks; False if its digest is wrong.
+    def land(self, header: PieceHeader, place: Place, payload: bytes | None) -> bool:
+        """Verifies a piece and makes sure that it lies in its place; False if its digest is wrong.
 
         `payload` is None when the sender has written it there by itself.
         """
         if payload is None:
-            return is_intact(header, *self._memory.views(header.layer, block_ids))
+            return is_intact(header, *self._memory.views(header.layer, place.block_ids))
         intact = is_intact(header, payload)
         if intact:
-            self._memory.write(header.layer, block_ids, payload)
+            self._memory.write(header.layer, place.block_ids, self._converted(header, place, payload))
         return intact
+
+    def _converted(self, header: PieceHeader, place: Place, payload: bytes) -> bytes:
+        if header.block_size == self._layout.block_size:
+            return payload
+        blocks = b"".join(self._memory.views(header.layer, place.block_ids))
+        return convert(payload, header.block_size, place, blocks, self._layout)

@@ -297,6 +297,7 @@ class KVReleased(Message):
 class KVGrant(AboutRequest):
     """Blocks are reserved under a lease. `held_blocks` leading blocks are there already and must not be sent.
 
+    The blocks are the receiver's and hold `block_size` tokens, which may be more or fewer than the sender's.
     `one_sided`: the receiver shares its memory with the sender, which may write into these blocks by itself. Only
     where it says so: blocks under any other lease are given to others as soon as the lease ends.
     """
@@ -304,6 +305,7 @@ class KVGrant(AboutRequest):
     kind: Literal["kv_grant"] = "kv_grant"
     lease_id: LeaseId
     block_ids: Counts
+    block_size: int = Field(ge=1, lt=2**16)
     held_blocks: Count = 0
     one_sided: bool = False
 

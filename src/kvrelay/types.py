@@ -164,3 +164,21 @@ class KVLayout(BaseModel):
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def why_not_from(self, sender: "KVLayout") -> str:
+        """Why KV of the sender's layout cannot become KV of this one on arrival, as a sentence; empty if it can."""
+        if sender.model_copy(update={"block_size": self.block_size}) != self:
+            return f"The sender's KV layout is {sender}, the receiver's {self}; start both with the same --dtype."
+        large, small = max(self.block_size, sender.block_size), min(self.block_size, sender.block_size)
+        if large % small:
+            return (
+                f"The sender's KV blocks hold {sender.block_size} tokens, the receiver's {self.block_size}: one must "
+                "be a multiple of the other; start both with a fitting --block-size."
+            )
+        return ""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_layers} layers, {self.num_kv_heads} KV heads of {self.head_dim}, blocks of {self.block_size} "
+            f"tokens, {self.dtype}"
+        )

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from kvrelay.gateway.cluster import Cluster
 from kvrelay.messages import WorkerHello
 from kvrelay.types import Role
@@ -50,16 +52,29 @@ def test_a_worker_with_another_model_is_not_used() -> None:
 
 
 def test_workers_with_different_kv_layouts_are_no_pair() -> None:
-    mixed = cluster(hello(1, Role.PREFILL), hello(2, Role.DECODE, kv=layout(block_size=32)))
+    mixed = cluster(hello(1, Role.PREFILL), hello(2, Role.DECODE, kv=layout(block_size=24)))
     assert not mixed.ready
-    assert "blocks of 32 tokens" in why(mixed, 2)
-    assert "blocks of 16 tokens" in why(mixed, 1)
-    assert mixed.why_not_ready.startswith("No worker can serve yet. prefill-1's KV layout (blocks of 16 tokens")
-    assert " decode-2's KV layout (blocks of 32 tokens" in mixed.why_not_ready
+    fault = "The sender's KV blocks hold 16 tokens, the receiver's 24: one must be a multiple of the other"
+    assert why(mixed, 1).startswith(f"It fits no decode worker. {fault}")
+    assert why(mixed, 2).startswith(f"It fits no prefill worker. {fault}")
+    assert f"prefill-1 fits no decode worker. {fault}" in mixed.why_not_ready
     mixed.on_hello(hello(3, Role.DECODE), 0.0)
     assert [[peer.incarnation for peer in peers] for _, peers in mixed.pairs()] == [[3]]
     assert why(mixed, 1) == ""
     assert why(mixed, 2) != ""
+
+
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_blocks_of_another_size_that_fits_are_converted_but_not_in_shared_memory(block_size: int) -> None:
+    other = hello(2, Role.DECODE, kv=layout(block_size=block_size))
+    assert cluster(hello(1, Role.PREFILL), other).ready
+    shared = {"data_endpoints": {"shm": "boot/name/token"}}
+    forced = cluster(hello(1, Role.PREFILL), other.model_copy(update=shared))
+    forced.on_hello(hello(1, Role.PREFILL).model_copy(update=shared), 0.0)
+    assert not forced.ready
+    assert "or with --transport auto" in why(forced, 1)
+    forced.on_hello(hello(2, Role.DECODE).model_copy(update=shared), 0.0)
+    assert forced.ready
 
 
 def test_a_draining_worker_gets_nothing_new() -> None:

@@ -12,7 +12,9 @@ from kvrelay.errors import WireError
 from kvrelay.model.staging import StagedMemory
 from kvrelay.model.streams import HostStreams
 from kvrelay.transfer.ports import Inlet, Outlet
+from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import unpack
+from tests.transfer.nouns import LAYOUT
 from tests.transfer.test_ports import BLOCK_IDS, GEOMETRY, TARGETS, content, memory, piece
 
 LAYERS, BLOCKS, BLOCK_BYTES = 2, 9, 30
@@ -136,9 +138,9 @@ def test_a_piece_goes_from_device_to_device() -> None:
     here, there = (torch.frombuffer(bytearray(memory(seed).buffer), dtype=torch.uint8) for seed in (10, 100))
     shape = (GEOMETRY.num_layers, GEOMETRY.num_blocks, GEOMETRY.block_bytes)
     header, payload = Outlet(StagedMemory(here.view(shape), HostStreams()), lambda _: None).take(piece(one_sided=False))
-    inlet = Inlet(StagedMemory(there.view(shape), HostStreams()))
+    inlet = Inlet(StagedMemory(there.view(shape), HostStreams()), LAYOUT)
     assert payload == content(memory(10), BLOCK_IDS)
-    assert inlet.land(unpack(header), TARGETS, payload)
+    assert inlet.land(unpack(header), Place(TARGETS), payload)
     expected = memory(100)
     expected.write(1, TARGETS, payload)
     assert there.numpy().tobytes() == bytes(expected.buffer)

@@ -10,6 +10,7 @@ from kvrelay.block_memory import BlockMemory, Geometry
 from kvrelay.messages import LeaseId, Peer
 from kvrelay.transfer.ports import Inlet, Outlet
 from kvrelay.transfer.protocol.actions import SendPiece
+from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import PieceHeader, unpack
 from kvrelay.transfer.shm_transport import ShmTransport
 from kvrelay.transfer.zmq_transport import ZmqTransport
@@ -62,7 +63,7 @@ class End:
 
     def land(self, piece: Arrived, block_ids: tuple[int, ...]) -> bool:
         """What a worker does with a piece that its receiver accepted into these blocks."""
-        return self.inlet.land(unpack(piece.header), block_ids, piece.payload)
+        return self.inlet.land(unpack(piece.header), Place(block_ids), piece.payload)
 
     def content(self, layer: int, block_ids: tuple[int, ...]) -> bytes:
         """What lies in these blocks."""
@@ -87,10 +88,10 @@ class Ends:
         )
         if self.kind == "shm":
             shm = ShmTransport(memory, incarnation=incarnation)
-            end = End(incarnation, memory, shm, Outlet(memory, shm.shared), Inlet(memory))
+            end = End(incarnation, memory, shm, Outlet(memory, shm.shared), Inlet(memory, LAYOUT))
         else:
             carrier = ZmqTransport(self.context, "127.0.0.1", "0", incarnation=incarnation, max_queued=4)
-            end = End(incarnation, memory, carrier, Outlet(memory, lambda _: None), Inlet(memory))
+            end = End(incarnation, memory, carrier, Outlet(memory, lambda _: None), Inlet(memory, LAYOUT))
         self.stack.callback(end.transport.close)
         return end
 

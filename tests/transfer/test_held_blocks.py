@@ -61,7 +61,9 @@ class Bench:
         count = len(lease.block_ids) - lease.held_blocks
         for layer in range(LAYOUT.num_layers if count else 0):
             header = piece(lease, layer, lease.held_blocks, count)
-            assert self.receiver.accept(P, header) == lease.block_ids[lease.held_blocks :]
+            place = self.receiver.accept(P, header)
+            assert place is not None
+            assert place.block_ids == lease.block_ids[lease.held_blocks :]
             self.receiver.landed(header, 0.0)
 
     def commit(self, lease: KVGrant) -> Sequence:

@@ -1,7 +1,7 @@
 """One lease by itself: which pieces fit, and what is missing."""
 
 from kvrelay.messages import KVOffer, LeaseId
-from kvrelay.transfer.protocol.lease import Lease, Unfit
+from kvrelay.transfer.protocol.lease import Lease, Place, Unfit
 from kvrelay.transfer.protocol.piece import PieceHeader
 from kvrelay.types import SamplingParams
 from tests.transfer.nouns import FINGERPRINT, GATEWAY, LAYOUT, LEASE_S
@@ -22,7 +22,7 @@ def new_lease(held_blocks: int = 0) -> Lease:
         layout=LAYOUT,
         lease_s=LEASE_S,
     )
-    return Lease(LEASE_ID, offer, (7, 8, 9), until=LEASE_S, held_blocks=held_blocks)
+    return Lease(LEASE_ID, offer, (7, 8, 9), LAYOUT.block_size, until=LEASE_S, held_blocks=held_blocks)
 
 
 def piece(layer: int, first: int, count: int) -> PieceHeader:
@@ -33,7 +33,7 @@ def test_blocks_that_were_there_already_are_not_written_again() -> None:
     lease = new_lease(held_blocks=2)
     assert lease.objection(piece(0, 1, 2)) is Unfit.HELD_BLOCK
     assert lease.objection(piece(0, 2, 1)) is None
-    assert lease.accept(piece(0, 2, 1)) == (9,)
+    assert lease.accept(piece(0, 2, 1)) == Place((9,), is_end=True)
 
 
 def test_it_is_whole_when_every_layer_has_what_was_not_held() -> None:

@@ -10,7 +10,7 @@ from kvrelay.messages import Peer
 from kvrelay.transfer import data_plane, shm_connection
 from kvrelay.transfer.data_plane import DataPlane, open_data_plane
 from kvrelay.transfer.shm_frames import boot_id, parse_address
-from tests.transfer.plane import End, Ends, meet, receive, send
+from tests.transfer.plane import LAYOUT, End, Ends, meet, receive, send
 
 
 class Workers(Ends):
@@ -25,7 +25,7 @@ class Workers(Ends):
     def plane(self, transport: str, end: End, *, on_host: bool = True) -> DataPlane:
         settings = PrefillSettings.model_validate({"transport": transport})
         host = end.memory if on_host else None
-        plane = open_data_plane(settings, self.context, end.incarnation, end.memory, host)
+        plane = open_data_plane(settings, self.context, end.incarnation, end.memory, LAYOUT, host)
         self.stack.callback(plane.transport.close)
         return plane
 

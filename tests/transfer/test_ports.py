@@ -4,6 +4,7 @@ from kvrelay.block_memory import BlockMemory, Geometry
 from kvrelay.messages import LeaseId
 from kvrelay.transfer.ports import Inlet, Outlet
 from kvrelay.transfer.protocol.actions import SendPiece
+from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import PieceHeader, unpack
 from tests.transfer.nouns import LAYOUT, new_peer
 
@@ -32,7 +33,7 @@ def test_a_piece_is_packed_for_a_receiver_that_shares_nothing() -> None:
     here, there = memory(10), memory(100)
     header, payload = Outlet(here, lambda _: None).take(piece(one_sided=True))
     assert payload == content(here, BLOCK_IDS)
-    assert Inlet(there).land(unpack(header), TARGETS, payload)
+    assert Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), payload)
     assert content(there, TARGETS) == content(here, BLOCK_IDS)
 
 
@@ -41,7 +42,7 @@ def test_a_piece_is_written_once_into_memory_that_is_shared() -> None:
     before = bytes(there.buffer)
     header, payload = Outlet(here, {PEER.incarnation: there}.get).take(piece(one_sided=True))
     assert payload is None
-    assert Inlet(there).land(unpack(header), TARGETS, payload)
+    assert Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), payload)
     expected = memory(100)
     expected.write(1, TARGETS, content(here, BLOCK_IDS))
     assert bytes(there.buffer) == bytes(expected.buffer) != before
@@ -65,9 +66,9 @@ def test_a_wrong_digest_is_seen_wherever_the_payload_lies() -> None:
     here, there = memory(10), memory(100)
     header, _ = Outlet(here, {PEER.incarnation: there}.get).take(piece(one_sided=True))
     there.views(1, TARGETS)[0][0] ^= 1
-    assert not Inlet(there).land(unpack(header), TARGETS, None)
+    assert not Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), None)
     payload = bytearray(content(here, BLOCK_IDS))
     payload[-1] ^= 1
     before = bytes(there.buffer)
-    assert not Inlet(there).land(unpack(header), TARGETS, bytes(payload))
+    assert not Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), bytes(payload))
     assert bytes(there.buffer) == before

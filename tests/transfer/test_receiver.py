@@ -19,6 +19,7 @@ from kvrelay.messages import (
     RejectReason,
 )
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
+from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import PieceHeader
 from kvrelay.types import RequestKey, SamplingParams
 from tests.transfer.nouns import (
@@ -156,9 +157,9 @@ def test_a_repeated_offer_waits_once(bench: Bench) -> None:
     [
         ({"fingerprint": "huge"}, RefusalReason.INCOMPATIBLE, "serves model huge and the receiver tiny"),
         (
-            {"layout": LAYOUT.model_copy(update={"block_size": 4})},
+            {"layout": LAYOUT.model_copy(update={"dtype": "bfloat16"})},
             RefusalReason.INCOMPATIBLE,
-            "blocks of 4 tokens, float16, the receiver's 2 layers, 1 KV heads of 2, blocks of 2 tokens",
+            "blocks of 2 tokens, bfloat16, the receiver's 2 layers, 1 KV heads of 2, blocks of 2 tokens, float16",
         ),
         ({"num_samples": 2}, RefusalReason.INCOMPATIBLE, "n > 1 is not supported yet"),
         ({"lease_s": LEASE_S + 1}, RefusalReason.INCOMPATIBLE, "give both the same --lease-s"),
@@ -325,7 +326,7 @@ def test_a_second_piece_for_the_same_block_is_dropped(bench: Bench) -> None:
     lease = bench.lease()
     bench.land(piece(lease, 0, 0, 2))
     assert bench.receiver.accept(P, piece(lease, 0, 1, 2)) is None
-    assert bench.receiver.accept(P, piece(lease, 0, 2, 1)) == (lease.block_ids[2],)
+    assert bench.receiver.accept(P, piece(lease, 0, 2, 1)) == Place(lease.block_ids[2:], is_end=True)
     assert bench.receiver.counters["piece_duplicate"] == 1
 
 

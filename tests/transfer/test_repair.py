@@ -172,7 +172,7 @@ def sender() -> KVSender:
     sender = new_sender(P)
     sender.offer(sequence_of(KEY, 5, block_table=[7, 3, 9]), (new_peer(D),), 1, now=0.0)
     about = {"source": D, "target": P, "request_id": "r", "attempt": 1}
-    sender.on_message(D, KVGrant(**about, lease_id=LEASE, block_ids=(0, 1, 2)), now=0.0)
+    sender.on_message(D, KVGrant(**about, lease_id=LEASE, block_ids=(0, 1, 2), block_size=LAYOUT.block_size), now=0.0)
     sender.advance(KEY, 0, 4)
     sender.advance(KEY, 1, 4)
     return sender

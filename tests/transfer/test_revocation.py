@@ -46,7 +46,7 @@ class Receiver:
         self.blocks = BlockManager(NUM_BLOCKS, LAYOUT.block_size)
         self.receiver = new_receiver(RECEIVER, self.blocks)
         self.transport = ShmTransport(self.memory, incarnation=RECEIVER)
-        self.inlet = Inlet(self.memory)
+        self.inlet = Inlet(self.memory, LAYOUT)
         self.now = 0.0
         self.num_pieces = 0
         self.refused = 0
@@ -116,11 +116,11 @@ class Receiver:
             for piece in self.transport.receive(2**20):
                 self.num_pieces += 1
                 header = unpack(piece.header)
-                block_ids = self.receiver.accept(piece.peer, header)
-                if block_ids is None:
+                place = self.receiver.accept(piece.peer, header)
+                if place is None:
                     self.refused += 1
                     continue
-                assert self.inlet.land(header, block_ids, piece.payload)
+                assert self.inlet.land(header, place, piece.payload)
                 actions += self.receiver.landed(header, self.now)
             if self.num_pieces >= count:
                 return actions

@@ -55,7 +55,15 @@ def offered(sender: KVSender) -> Sequence:
 
 def grant(lease: LeaseId = LEASE, num_blocks: int = NUM_BLOCKS, held: int = 0) -> KVGrant:
     blocks = tuple(range(num_blocks))
-    return KVGrant(source=lease.incarnation, target=P, **ABOUT, lease_id=lease, block_ids=blocks, held_blocks=held)
+    return KVGrant(
+        source=lease.incarnation,
+        target=P,
+        **ABOUT,
+        lease_id=lease,
+        block_ids=blocks,
+        block_size=LAYOUT.block_size,
+        held_blocks=held,
+    )
 
 
 def refusal(source: int, reason: RefusalReason, sentence: str = "No.") -> KVRefusal:

@@ -519,9 +519,10 @@ class World:
             header = unpack(flight.frame[:HEADER_BYTES])
         except WireError:
             return
-        block_ids = worker.receiver.accept(flight.source, header)
-        if block_ids is None:
+        place = worker.receiver.accept(flight.source, header)
+        if place is None:
             return
+        block_ids = place.block_ids
         self._check_place(worker, flight.source, header, block_ids)
         payload = flight.frame[HEADER_BYTES:]
         if not is_intact(header, payload):

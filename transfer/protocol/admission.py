@@ -26,8 +26,8 @@ class Admission:
         sentence = ""
         if offer.fingerprint != self.fingerprint:
             sentence = f"The sender serves model {offer.fingerprint} and the receiver {self.fingerprint}."
-        elif offer.layout != self.layout:
-            sentence = f"The sender's KV layout is {_in_words(offer.layout)}, the receiver's {_in_words(self.layout)}."
+        elif fault := self.layout.why_not_from(offer.layout):
+            sentence = fault
         elif offer.num_samples != 1:
             sentence = f"A hand-over carries one sample, not {offer.num_samples}: n > 1 is not supported yet."
         elif offer.lease_s > self.max_lease_s:
@@ -46,10 +46,3 @@ class Admission:
         elif needed > self.num_blocks:
             sentence = f"The prompt needs {needed} blocks of KV and the receiver has {self.num_blocks} in all."
         return (RefusalReason.NEVER_FITS, sentence) if sentence else None
-
-
-def _in_words(layout: KVLayout) -> str:
-    return (
-        f"{layout.num_layers} layers, {layout.num_kv_heads} KV heads of {layout.head_dim}, blocks of "
-        f"{layout.block_size} tokens, {layout.dtype}"
-    )

@@ -81,10 +81,13 @@ class Handover:
                 )
         self.written[layer] = max(self.written[layer], min(num_blocks, self.num_blocks))
 
-    def hold(self, grant: KVGrant) -> None:
-        """Every layer starts anew under this lease, behind the blocks that the receiver has already."""
+    def hold(self, grant: KVGrant, block_size: int) -> None:
+        """Every layer starts anew under this lease, behind the blocks that the receiver has already.
+
+        `block_size` is ours.
+        """
         self.phase, self.grant = Phase.GRANTED, grant
-        self.sent = [grant.held_blocks] * len(self.sent)
+        self.sent = [grant.held_blocks * grant.block_size // block_size] * len(self.sent)
         self.repairs.clear()
         self.num_asked, self.commit_again = 0, False
 
@@ -133,7 +136,8 @@ class Handover:
             payload_bytes=count * layout.block_bytes,
         )
         run = slice(first, first + count)
-        return SendPiece(self.peer, header, self.block_ids[run], grant.block_ids[run], grant.one_sided)
+        targets = grant.block_ids[run] if grant.block_size == layout.block_size else ()
+        return SendPiece(self.peer, header, self.block_ids[run], targets, grant.one_sided)
 
     def offer(self, incarnation: int, fingerprint: str, layout: KVLayout, lease_s: float) -> KVOffer:
         """The Offer to the current candidate; the same one however often it is sent."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvrelay.messages import MAX_REPAIRS, BlockRun, KVGrant, KVOffer, KVRepair, LeaseId
 from kvrelay.transfer.protocol.piece import PieceHeader
@@ -17,11 +18,22 @@ class Unfit(StrEnum):
     DUPLICATE = "duplicate"
 
 
+class Place(NamedTuple):
+    """Where a piece goes: its first token is token `offset` of the first of these blocks of the receiver.
+
+    `is_end`: the prompt ends with it, so that nothing follows in the last block.
+    """
+
+    block_ids: tuple[int, ...]
+    offset: int = 0
+    is_end: bool = False
+
+
 @dataclass(slots=True)
 class Lease:
-    """Blocks reserved for one attempt until `until` (receiver's clock). Bit i of a mask is block i of the sequence.
+    """Blocks of `block_size` tokens reserved for one attempt until `until` (receiver's clock).
 
-    The first `held_blocks` of them are shared with others and may not be written. `block_hashes` names the full
+    Bit i of a mask is block i of the sequence as the sender counts, whose blocks may be of another size. The first `held_blocks` of them are shared with others and may not be written. `block_hashes` names the full
     blocks. `num_taken` blocks were free or cached before.
 
     `repairs` are runs that the sender was asked to send again, of which it says to have sent `num_repaired`.
@@ -30,6 +42,7 @@ class Lease:
     lease_id: LeaseId
     offer: KVOffer
     block_ids: tuple[int, ...]
+    block_size: int
     until: float
     one_sided: bool = False  # the sender may write into the blocks by itself
     held_blocks: int = 0
@@ -45,7 +58,7 @@ class Lease:
     landed_at_commit: int = -1  # blocks, when the newest Commit came
 
     def __post_init__(self) -> None:
-        held = (1 << self.held_blocks) - 1
+        held = (1 << self.num_held) - 1
         self.accepted = [held] * self.offer.layout.num_layers
         self.landed = list(self.accepted)
         self.asked = [0] * self.offer.layout.num_layers
@@ -61,6 +74,16 @@ class Lease:
         return self.offer.source
 
     @property
+    def num_sent(self) -> int:
+        """Blocks of the prompt as the sender counts, those among them that need not be sent too."""
+        return self.offer.layout.num_blocks(len(self.offer.prompt_token_ids))
+
+    @property
+    def num_held(self) -> int:
+        """Leading blocks, as the sender counts, that are there already."""
+        return self.held_blocks * self.block_size // self.offer.layout.block_size
+
+    @property
     def is_committed(self) -> bool:
         """True when the sender has left the attempt's fate to this end."""
         return bool(self.first_token_ids)
@@ -73,7 +96,7 @@ class Lease:
     @property
     def is_whole(self) -> bool:
         """True when every block of every layer landed intact."""
-        everything = (1 << len(self.block_ids)) - 1
+        everything = (1 << self.num_sent) - 1
         return all(mask == everything for mask in self.landed)
 
     def objection(self, header: PieceHeader) -> Unfit | None:
@@ -81,16 +104,19 @@ class Lease:
         layout = self.offer.layout
         if not _matches(header, layout):
             return Unfit.WRONG_LAYOUT
-        if header.layer >= layout.num_layers or header.first_block + header.num_blocks > len(self.block_ids):
+        if header.layer >= layout.num_layers or header.first_block + header.num_blocks > self.num_sent:
             return Unfit.OUT_OF_RANGE
-        if header.first_block < self.held_blocks:
+        if header.first_block < self.num_held:
             return Unfit.HELD_BLOCK
         return Unfit.DUPLICATE if self.accepted[header.layer] & header.block_mask else None
 
-    def accept(self, header: PieceHeader) -> tuple[int, ...]:
-        """Marks the piece as on its way into memory; its blocks, in order."""
+    def accept(self, header: PieceHeader) -> Place:
+        """Marks the piece as on its way into memory."""
         self.accepted[header.layer] |= header.block_mask
-        return self.block_ids[header.first_block : header.first_block + header.num_blocks]
+        end = header.first_block + header.num_blocks
+        first, offset = divmod(header.first_block * header.block_size, self.block_size)
+        past = -(-end * header.block_size // self.block_size)
+        return Place(self.block_ids[first:past], offset, is_end=end == self.num_sent)
 
     def land(self, header: PieceHeader) -> None:
         """Marks an accepted piece as written and verified; one that was not accepted changes nothing."""
@@ -116,7 +142,7 @@ class Lease:
             self.ask_again(self._missing()[: MAX_REPAIRS - len(self.repairs)])
 
     def _missing(self) -> list[BlockRun]:
-        everything = (1 << len(self.block_ids)) - 1
+        everything = (1 << self.num_sent) - 1
         masks = [everything & ~landed & ~asked for landed, asked in zip(self.landed, self.asked, strict=True)]
         return [BlockRun(layer, *run) for layer, mask in enumerate(masks) for run in runs_of(mask)]
 
@@ -140,6 +166,7 @@ class Lease:
             attempt=self.key.attempt,
             lease_id=self.lease_id,
             block_ids=self.block_ids,
+            block_size=self.block_size,
             held_blocks=self.held_blocks,
             one_sided=self.one_sided,
         )

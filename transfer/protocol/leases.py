@@ -65,20 +65,27 @@ class Leases:
         """The live lease of that name."""
         return self._live.get(lease_id.counter) if lease_id.incarnation == self._incarnation else None
 
+    def shareable(self, offer: KVOffer, block_hashes: list[bytes]) -> list[bytes]:
+        """Those of the hashes whose blocks are there and need not be sent: as many as make up whole blocks there."""
+        num_found = self._blocks.find(block_hashes).num_blocks
+        step = max(1, offer.layout.block_size // self._blocks.block_size)
+        return block_hashes[: num_found - num_found % step]
+
     def grant(self, offer: KVOffer, block_hashes: list[bytes], now: float, *, one_sided: bool) -> Lease:
-        """A new lease. The caller has made sure that what is not found by `block_hashes` is free.
+        """A new lease. The caller has made sure that what is not `shareable` is free.
 
         `one_sided`: the sender writes into the blocks by itself, so they stay revoked until it lets go.
         """
         lease_id = LeaseId(self._incarnation, self._next_counter)
         self._next_counter += 1
         num_free = self._blocks.num_free
-        held = self._blocks.match(block_hashes)
+        held = self._blocks.match(self.shareable(offer, block_hashes))
         fresh = self._blocks.allocate(self._blocks.blocks_for(len(offer.prompt_token_ids)) - len(held))
         lease = Lease(
             lease_id,
             offer,
             (*held, *fresh),
+            self._blocks.block_size,
             until=now + offer.lease_s,
             one_sided=one_sided,
             held_blocks=len(held),

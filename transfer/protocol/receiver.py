@@ -38,7 +38,7 @@ from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Faile
 from kvrelay.transfer.protocol.admission import Admission
 from kvrelay.transfer.protocol.answers import Answers
 from kvrelay.transfer.protocol.history import History
-from kvrelay.transfer.protocol.lease import Lease
+from kvrelay.transfer.protocol.lease import Lease, Place
 from kvrelay.transfer.protocol.leases import Leases
 from kvrelay.transfer.protocol.memory import Remembered
 from kvrelay.transfer.protocol.offers import Offers
@@ -187,8 +187,8 @@ class KVReceiver:
 
     # what comes on the data sockets
 
-    def accept(self, peer: int, header: PieceHeader) -> tuple[int, ...] | None:
-        """Local blocks for the payload, in order, or None: the piece must not be written.
+    def accept(self, peer: int, header: PieceHeader) -> Place | None:
+        """Where the payload goes, or None: the piece must not be written.
 
         Where the payload passes through the worker, it checks the digest before it writes; then it calls `landed` or
         `corrupt`.
@@ -235,17 +235,22 @@ class KVReceiver:
         while max_sequences > 0 and (waiting := self._offers.first):
             offer = waiting.offer
             hashes = self._prefixes.extend(waiting.block_hashes, offer.prompt_token_ids, offer.cache_salt)
-            count = self._layout.num_blocks(len(offer.prompt_token_ids)) - self._blocks.find(hashes).num_in_use
+            shared = self._blocks.find(self._leases.shareable(offer, hashes))
+            count = self._layout.num_blocks(len(offer.prompt_token_ids)) - shared.num_in_use
             fits = not len(self._leases) or self._leases.num_blocks + count <= self._max_uncommitted
             if count > min(max_blocks, self._blocks.num_free) or not fits:
                 break
             self._offers.remove(waiting)
-            lease = self._leases.grant(offer, hashes, now, one_sided=offer.source in self._writers)
+            lease = self._leases.grant(offer, hashes, now, one_sided=self._may_write(offer))
             if lease.held_blocks:
                 self.counters["held_blocks"] += lease.held_blocks
             actions.append(Send(lease.sender, lease.grant(self.incarnation)))
             max_blocks, max_sequences = max_blocks - lease.num_taken, max_sequences - 1
         return actions
+
+    def _may_write(self, offer: KVOffer) -> bool:
+        """True if the sender can write into our blocks by itself, and its blocks are like ours."""
+        return offer.source in self._writers and offer.layout == self._layout
 
     def abort(self, key: RequestKey, now: float) -> list[Action]:
         """The gateway ends every attempt up to this one; valid before it is known, remembered for one lease."""

@@ -3,6 +3,7 @@
 from kvrelay.errors import ContextLengthExceeded, HandOverFailed, NoWorkers, Overloaded, WorkerLost
 from kvrelay.messages import KVGrant, RefusalReason
 from kvrelay.transfer.protocol.handover import Handover, Phase
+from kvrelay.types import KVLayout
 
 
 def fault_of_refusals(handover: Handover) -> tuple[str, str]:
@@ -21,13 +22,16 @@ def fault_of_deadline(handover: Handover, lease_s: float) -> tuple[str, str]:
     )
 
 
-def fault_of_grant(handover: Handover, grant: KVGrant) -> str:
-    """Why a grant cannot be meant for this prompt, or nothing."""
-    if len(grant.block_ids) == handover.num_blocks and grant.held_blocks <= handover.num_blocks:
+def fault_of_grant(handover: Handover, grant: KVGrant, layout: KVLayout) -> str:
+    """Why a grant cannot be meant for this prompt, whose blocks are of `layout` here; empty if it can."""
+    theirs = layout.model_copy(update={"block_size": grant.block_size})
+    num_tokens = handover.sequence.num_prompt_tokens
+    fits = len(grant.block_ids) == theirs.num_blocks(num_tokens) and grant.held_blocks <= len(grant.block_ids)
+    if fits and not theirs.why_not_from(layout) and grant.held_blocks * grant.block_size % layout.block_size == 0:
         return ""
     return (
-        f"{handover.peer.name} granted {len(grant.block_ids)} blocks, {grant.held_blocks} of them held, for a "
-        f"prompt of {handover.num_blocks}."
+        f"{handover.peer.name} granted {len(grant.block_ids)} blocks of {grant.block_size} tokens, "
+        f"{grant.held_blocks} of them held, for a prompt of {num_tokens} in blocks of {layout.block_size}."
     )
 
 

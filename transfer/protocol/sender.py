@@ -192,11 +192,11 @@ class KVSender:
         if handover is None or handover.peer.incarnation != peer or handover.phase is not Phase.OFFERED:
             self.counters["late_grant"] += 1
             return self._release(peer, grant.lease_id)
-        if fault := fault_of_grant(handover, grant):
+        if fault := fault_of_grant(handover, grant, self._layout):
             self.counters["malformed_grant"] += 1
             handover.refusals.append((RefusalReason.INCOMPATIBLE, fault))
             return self._release(peer, grant.lease_id) + self._ask_next(handover, now)
-        handover.hold(grant)
+        handover.hold(grant, self._layout.block_size)
         return self._first_token(handover)
 
     def _on_refusal(self, peer: int, handover: Handover | None, refusal: KVRefusal, now: float) -> list[Action]:
