@@ -19,6 +19,7 @@ Text = Annotated[str, Field(max_length=4096)]
 CacheSalt = Annotated[str, Field(max_length=256)]
 MAX_LISTED_ERRORS = 100
 MAX_REPAIRS = 256
+MAX_QUOTED = 200  # letters of what a peer sent that are repeated in a log
 
 # The first item that is wrong ends a list: noting what is wrong with each of a million takes minutes and gigabytes.
 Counts = Annotated[tuple[Count, ...], FailFast()]
@@ -394,4 +395,4 @@ def decode(frame: bytes) -> AnyMessage:
             raise WireError(f"Malformed message: {error.error_count()} fields are wrong or unknown.") from None
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "message"
-        raise WireError(f"Malformed message: {where}: {first['msg']}.") from error
+        raise WireError(f"Malformed message: {where[:MAX_QUOTED]}: {first['msg'][:MAX_QUOTED]}.") from error
