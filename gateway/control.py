@@ -67,7 +67,10 @@ class ControlLoop:
         """Takes what is there. True: there may be more."""
         messages = self._listener.receive()
         for peer, message in messages:
-            service.on_message(peer, message)
+            if message is None:
+                service.on_lost([peer])
+            else:
+                service.on_message(peer, message)
         service.on_lost(self._listener.lost())
         return bool(messages)
 

@@ -54,6 +54,17 @@ def until(get: Callable[[], list[T]], count: int = 1) -> list[T]:
     return got
 
 
+def lost(listener: Listener) -> list[int]:
+    """Whose loss is found while nothing else comes."""
+    assert listener.receive() == []
+    return listener.lost()
+
+
+def unread(listener: Listener) -> list[bool]:
+    """Not empty when there is something to read."""
+    return [True] * bool(int(listener.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
 def test_messages_go_both_ways(listener: Listener, connect: Callable[..., Connection]) -> None:
     connection = connect()
     hello = GatewayHello(source=THERE, registered=True)
@@ -72,24 +83,24 @@ def test_a_lost_connection_is_told_once_and_after_its_last_words(
     assert len(until(listener.receive)) == 1
     assert listener.lost() == []
     connection.close()
-    assert until(listener.lost) == [THERE]
+    assert until(lambda: lost(listener)) == [THERE]
     assert listener.lost() == []
 
 
 def test_a_new_process_behind_a_reused_descriptor_is_not_taken_for_the_dead_one(
     listener: Listener, connect: Callable[..., Connection]
 ) -> None:
-    lost: list[int] = []
+    gone: list[int] = []
     for incarnation in range(1, 30):
         connection = connect(incarnation)
         connection.send(Drain(source=incarnation))
         assert [peer for peer, _ in until(listener.receive)] == [incarnation]
         assert listener.send(incarnation, Drain(source=HERE))
-        lost += listener.lost()
-        assert incarnation not in lost
+        gone += listener.lost()
+        assert incarnation not in gone
         connection.close()
-    lost += until(listener.lost, 29 - len(lost))
-    assert lost == list(range(1, 30))
+    gone += until(lambda: lost(listener), 29 - len(gone))
+    assert gone == list(range(1, 30))
 
 
 def test_the_connecting_end_sees_loss_and_return(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
@@ -114,9 +125,42 @@ def test_a_process_that_reconnects_is_heard_even_while_its_old_connection_seems_
     until(listener.receive)
     second = connect()  # the first is still open, as after a cable was pulled
     second.send(Drain(source=THERE))
-    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    assert until(listener.receive, 2) == [(THERE, None), (THERE, Drain(source=THERE))]
     assert listener.send(THERE, Drain(source=HERE))
     assert until(second.receive) == [Drain(source=HERE)]
+    first.close()
+    second.send(GatewayHello(source=THERE, registered=True))
+    assert until(listener.receive) == [(THERE, GatewayHello(source=THERE, registered=True))]
+    assert listener.lost() == []  # it was told, and the end of the old connection does not hit the new one
+    second.close()
+    assert until(lambda: lost(listener)) == [THERE]
+
+
+def test_a_loss_is_told_between_the_last_words_and_the_first_ones_of_the_next_connection(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    said = [Drain(source=THERE, target=HERE), Drain(source=THERE)]
+    first = connect(queue_early=False)
+    assert until(first.changes) == [True]
+    first.send(said[0])
+    assert until(lambda: unread(listener))
+    first.close()
+    second = connect(queue_early=False)
+    assert until(second.changes) == [True]
+    second.send(said[1])
+    assert until(listener.receive, 3) == [(THERE, said[0]), (THERE, None), (THERE, said[1])]
+    assert listener.lost() == []
+
+
+def test_who_speaks_and_leaves_before_it_is_heard_is_lost_too(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    connection = connect()
+    connection.send(Drain(source=THERE))
+    assert until(lambda: unread(listener))
+    connection.close()
+    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    assert until(lambda: lost(listener)) == [THERE]
 
 
 def test_a_connection_that_leads_nowhere_is_made_again(
@@ -137,7 +181,7 @@ def test_a_connection_that_leads_nowhere_is_made_again(
         thief.close()
     assert until(owner.changes, 2) == [False, True]
     assert owner.send(Drain(source=THERE))
-    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    assert until(listener.receive, 2) == [(THERE, None), (THERE, Drain(source=THERE))]
     assert listener.send(THERE, GatewayHello(source=HERE, registered=True))
     assert until(owner.receive)
 

@@ -22,6 +22,8 @@ MAX_QUEUED_MESSAGES = 10_000
 PING_MS = 1000  # ZeroMQ's own, below our heartbeats: they find connections that are open and lead nowhere
 PING_TIMEOUT_MS = 5000
 
+Heard = tuple[Incarnation, AnyMessage | None]
+
 
 def routing_id(incarnation: Incarnation) -> bytes:
     """ZeroMQ routing id of a process: its incarnation in hex (never starts with the zero byte ZeroMQ reserves)."""
@@ -106,7 +108,7 @@ class _Channel:
 
     def _events(self) -> list[tuple[int, int]]:
         events = []
-        while self.monitor.poll(0):
+        while int(self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self.monitor)
             events.append((int(event["event"]), int(event["value"])))
         return events
@@ -144,7 +146,11 @@ class _Channel:
 
 
 class Listener(_Channel):
-    """A bound ROUTER: many peers, each named by its incarnation."""
+    """A bound ROUTER: many peers, each named by its incarnation.
+
+    A peer may come again before the loss of its last connection is noticed, or before it happened: then the loss is
+    told between the words of the two, so that it does not hit what the new one brings.
+    """
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", host: str, ports: str, *, incarnation: Incarnation
@@ -158,6 +164,7 @@ class Listener(_Channel):
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects is heard, even before the old loss is seen
         self._peer_of_fd: dict[int, Incarnation] = {}
+        self._closed: set[int] = set()  # descriptors of connections that are gone; their last words may not be read yet
         self._lost: list[Incarnation] = []
         try:
             self.endpoint = bind(self.socket, host, ports)
@@ -165,21 +172,29 @@ class Listener(_Channel):
             self.close()
             raise
 
-    def receive(self, limit: int = 256) -> list[tuple[Incarnation, AnyMessage]]:
-        """Up to `limit` messages that are there now, with the peer each came from."""
-        received = []
+    def receive(self, limit: int = 256) -> list[Heard]:
+        """Up to `limit` messages that are there now, with the peer each came from.
+
+        None stands for the loss of a connection, where the peer's next message comes over another one.
+        """
+        received: list[Heard] = []
+        silent: set[int] = set()  # closed, and nothing of them is left to read
         for _ in range(limit):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                break
-            if (item := self._parse(frames)) is not None:
-                received.append(item)
+                self._watch()
+                if self._closed <= silent:
+                    break
+                silent |= self._closed
+            else:
+                received += self._parse(frames)
+        for fd in silent & self._closed:
+            self._end(fd)
         return received
 
     def lost(self) -> list[Incarnation]:
-        """Peers whose connection was lost since the last call. Ask after `receive`: their last words come first."""
-        self._watch()
+        """Peers that `receive` found to be lost, after their last words, since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -187,32 +202,46 @@ class Listener(_Channel):
         """Sends; False when the peer is not connected or does not read."""
         return self._send([routing_id(peer), encode(message)])
 
-    def _parse(self, frames: list[zmq.Frame]) -> tuple[Incarnation, AnyMessage] | None:
+    def _parse(self, frames: list[zmq.Frame]) -> list[Heard]:
         if len(frames) != 2:
             self._malformed(f"A message of {len(frames) - 1} frames came where one was expected.")
-            return None
+            return []
         try:
             peer = parse_routing_id(frames[0].bytes)
         except WireError as error:
             self._malformed(str(error))
-            return None
-        self._remember(frames[1].get(zmq.SRCFD), peer)
+            return []
+        lost = self._remember(frames[1].get(zmq.SRCFD), peer)
         message = self._decode(frames[1].bytes)
         if message is not None and message.source != peer:
             self._malformed("A message names another sender than the process it came from.")
-            return None
-        return None if message is None else (peer, message)
+            return lost
+        return lost if message is None else [*lost, (peer, message)]
 
-    def _remember(self, fd: int, peer: Incarnation) -> None:
-        """Ties a file descriptor to the peer behind it. Its number may be reused, so older events come first."""
+    def _remember(self, fd: int, peer: Incarnation) -> list[Heard]:
+        """Ties a file descriptor to the peer behind it; gives the loss of the connection that this one replaces."""
+        self._watch()
         if self._peer_of_fd.get(fd) != peer:
-            self._watch()
+            for other in [known for known, owner in self._peer_of_fd.items() if owner == peer or known == fd]:
+                self._end(other)
             self._peer_of_fd[fd] = peer
+        if peer not in self._lost:
+            return []
+        self._lost.remove(peer)
+        return [(peer, None)]
 
     def _watch(self) -> None:
+        """Descriptors are numbers that are used again: a new connection ends the one that had its number."""
         for event, fd in self._events():
-            if event == zmq.EVENT_DISCONNECTED and (peer := self._peer_of_fd.pop(fd, None)) is not None:
-                self._lost.append(peer)
+            if event == zmq.EVENT_DISCONNECTED:
+                self._closed.add(fd)
+            else:
+                self._end(fd)
+
+    def _end(self, fd: int) -> None:
+        self._closed.discard(fd)
+        if (peer := self._peer_of_fd.pop(fd, None)) is not None:
+            self._lost.append(peer)
 
 
 class Connection(_Channel):

@@ -177,7 +177,7 @@ class ControlThread:
             for event in link.hear(now):
                 self._mailbox.deliver(event)
         for peer, message in self._listener.receive():
-            self._mailbox.deliver(FromPeer(peer, message))
+            self._mailbox.deliver(PeerLost(peer) if message is None else FromPeer(peer, message))
         for incarnation, connection in list(self._peers.items()):
             self._hear_peer(incarnation, connection)
         for peer, header, payload in self._data.receive(MAX_READ_BYTES):

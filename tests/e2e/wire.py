@@ -48,7 +48,7 @@ class WireGateway:
                 self.hellos[message.name] = message
             elif isinstance(message, WorkerStatus):
                 self.statuses[peer] = message
-            else:
+            elif message is not None:
                 self.said.append((peer, message))
         for hello in self.hellos.values():
             self.listener.send(hello.source, GatewayHello(source=GATEWAY, target=hello.source, registered=True))
