@@ -36,6 +36,13 @@ class Cluster:
         """The live workers of /cluster, of one role or all."""
         return [worker for worker in self.snapshot()["workers"] if role in (None, worker["role"])]
 
+    def usable(self) -> int:
+        """How many workers get requests; 0 as long as the gateway does not answer."""
+        try:
+            return sum(worker["usable"] for worker in self.workers())
+        except httpx.TransportError:
+            return 0
+
     def idle(self) -> bool:
         """True when no worker holds a block and the gateway has no request, with every ledger conserved."""
         snapshot = self.snapshot()
