@@ -1,10 +1,13 @@
-"""Every message on the control sockets: one union, discriminated by `kind`, as JSON.
+"""Every message on the control sockets: one union, discriminated by `kind`, as JSON behind a digest of it.
 
 Each message names the incarnation it is from and the one it is for (0 where the sender cannot know it yet), so that
 nothing said by or to a process that has died is taken for the living one. KV payload does not travel here: see
 transfer/piece.py.
+
+A flipped bit may leave JSON that means something else: another token, another block. The digest makes it noticed.
 """
 
+import hashlib
 from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple
 
@@ -16,6 +19,7 @@ from kvrelay.types import FinishReason, Incarnation, KVLayout, RequestKey, Role,
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Text = Annotated[str, Field(max_length=4096)]
+DIGEST_BYTES = 16  # hexadecimal digits
 CacheSalt = Annotated[str, Field(max_length=256)]
 MAX_LISTED_ERRORS = 100
 MAX_REPAIRS = 256
@@ -379,17 +383,26 @@ _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
 def encode(message: Message) -> bytes:
     """Message to one frame."""
-    return message.model_dump_json().encode()
+    return seal(message.model_dump_json().encode())
+
+
+def seal(text: bytes) -> bytes:
+    """The frame of a message that is JSON already."""
+    return hashlib.blake2b(text, digest_size=DIGEST_BYTES // 2).hexdigest().encode() + text
 
 
 def decode(frame: bytes) -> AnyMessage:
     """One frame to a message.
 
     Raises:
-        WireError: not JSON, unknown kind, or fields that are missing, unknown or out of range.
+        WireError: it is not what was sent, not JSON, of an unknown kind, or has fields that are missing, unknown or out
+            of range.
     """
+    text = frame[DIGEST_BYTES:]
+    if seal(text) != frame:
+        raise WireError(f"Malformed message: its {len(frame)} bytes do not begin with the digest of what follows.")
     try:
-        return _ADAPTER.validate_json(frame)
+        return _ADAPTER.validate_json(text)
     except ValidationError as error:
         if error.error_count() > MAX_LISTED_ERRORS:  # each costs time and memory once it is looked at
             raise WireError(f"Malformed message: {error.error_count()} fields are wrong or unknown.") from None
