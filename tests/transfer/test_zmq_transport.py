@@ -181,3 +181,12 @@ def test_each_port_of_a_range_is_tried(sockets: Sockets) -> None:
         if port < 65_500:
             transport = sockets.transport(1, f"{port}-{port + 30}")
             assert not transport.endpoints["zmq"].endswith(f":{port}")
+
+
+def test_no_ping_goes_where_a_full_queue_may_keep_zeromq_from_reading(sender: ZmqTransport) -> None:
+    """It would abort the process if the peer died then."""
+    nobody = Peer(name="d", incarnation=3, control_endpoint="x", data_endpoints={"zmq": "tcp://127.0.0.1:1"})
+    assert not sender.send(nobody, *piece(1))
+    made = (*sender.sockets(), *sender.blocked())
+    assert [each.getsockopt(zmq.HEARTBEAT_IVL) for each in made] == [0, 0]
+    assert [each.getsockopt(zmq.TCP_KEEPALIVE) for each in made] == [1, 1]
