@@ -77,7 +77,7 @@ class Node:
         self._mailbox = Mailbox()
         listener = Listener(self._context, "127.0.0.1", "0", incarnation=self.incarnation)
         settings = PrefillSettings.model_validate({"transport": transport})
-        self._data = open_data_plane(settings, self._context, self.incarnation, self.memory, self.memory)
+        self._data = open_data_plane(settings, self._context, self.incarnation, self.memory, LAYOUT, self.memory)
         self.peer = Peer(
             name="node",
             incarnation=self.incarnation,
@@ -248,10 +248,10 @@ class ReceivingNode(Node):
 
     def _land(self, peer: int, frame: bytes, payload: bytes | None, now: float) -> list[Action]:
         header = unpack(frame)
-        block_ids = self._receiver.accept(peer, header)
-        if block_ids is None:
+        place = self._receiver.accept(peer, header)
+        if place is None:
             return []
-        if self._data.inlet.land(header, block_ids, payload):
+        if self._data.inlet.land(header, place, payload):
             return self._receiver.landed(header, now)
         return self._receiver.corrupt(header, now)
 
