@@ -150,7 +150,7 @@ class DecodeWorker(Worker):
         else:
             self._own(gateway, request.key)
 
-    def _land(self, peer: Incarnation, frame: bytes, payload: bytes | None) -> None:
+    def _land(self, peer: Incarnation, frame: bytes, payload: bytes | memoryview | None) -> None:
         """Lands a piece whose lease is alive and whose digest is right."""
         try:
             header = unpack(frame)

@@ -1,7 +1,10 @@
 """How a worker's KV travels, from its settings: the transports it offers, and the ports of its memory."""
 
+import errno
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import zmq
 
@@ -11,11 +14,14 @@ from kvrelay.errors import TransportMissing
 from kvrelay.transfer.ports import Inlet, KVMemory, Outlet
 from kvrelay.transfer.shm_transport import ShmTransport
 from kvrelay.transfer.transports import Transports
+from kvrelay.transfer.ucx_transport import UcxTransport
 from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.transport import Transport
 from kvrelay.types import Incarnation, KVLayout
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Transport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +48,38 @@ def open_data_plane(
         TransportMissing: the one asked for cannot work here.
         AddressInUse: no port of `--ports` is free.
     """
-    shm = None if settings.transport == "zmq" else _start_shm(settings, incarnation, host)
+
+    def start_shm() -> ShmTransport:
+        if host is None:
+            raise OSError(0, "KV memory of a device cannot be shared")
+        return ShmTransport(host, incarnation=incarnation)
+
     carrying: list[Transport] = []
-    if settings.transport != "shm":
+    if settings.transport in ("auto", "zmq"):  # first, since it needs its port most
         carrying.append(ZmqTransport(context, settings.bind, settings.ports, incarnation=incarnation))
+    ucx = _start("ucx", settings, lambda: UcxTransport(settings.bind, settings.ports, incarnation=incarnation))
+    if ucx is not None:
+        carrying.insert(0, ucx)
+    shm = _start("shm", settings, start_shm)
     shared = (lambda _: None) if shm is None else shm.shared
     return DataPlane(Transports([] if shm is None else [shm], carrying), Outlet(memory, shared), Inlet(memory, layout))
 
 
-def _start_shm(settings: WorkerSettings, incarnation: Incarnation, host: BlockMemory | None) -> ShmTransport | None:
+def _start(name: str, settings: WorkerSettings, start: Callable[[], T]) -> T | None:
+    """Starts a transport that is wanted, and that may not work here; one that was not installed is no cause for alarm.
+
+    Raises:
+        TransportMissing: it was asked for by name.
+    """
+    if settings.transport not in ("auto", name):
+        return None
     try:
-        if host is None:
-            raise OSError(0, "KV memory of a device cannot be shared")
-        return ShmTransport(host, incarnation=incarnation)
+        return start()
     except OSError as error:
-        sentence = f"Transport shm cannot be used here: {error.strerror}"
-        if settings.transport == "shm":
+        sentence = f"Transport {name} cannot be used here: {error.strerror}"
+        if settings.transport == name:
             raise TransportMissing(f"{sentence}; choose another one with --transport.") from error
-        log.warning("%s; zmq is used.", sentence)
+        log.log(
+            logging.INFO if error.errno == errno.ENOPKG else logging.WARNING, "%s; the next best is used.", sentence
+        )
         return None

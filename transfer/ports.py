@@ -23,7 +23,7 @@ class KVMemory(Protocol):
         """The bytes of some blocks of a layer, in order, in as few parts as they lie in."""
         ...
 
-    def write(self, layer: int, block_ids: Sequence[int], payload: bytes) -> None:
+    def write(self, layer: int, block_ids: Sequence[int], payload: bytes | memoryview) -> None:
         """Puts bytes into blocks of a layer. Raises WireError if they are too many or too few."""
         ...
 
@@ -61,7 +61,7 @@ class Inlet:
         self._memory = memory
         self._layout = layout
 
-    def land(self, header: PieceHeader, place: Place, payload: bytes | None) -> bool:
+    def land(self, header: PieceHeader, place: Place, payload: bytes | memoryview | None) -> bool:
         """Verifies a piece and makes sure that it lies in its place; False if its digest is wrong.
 
         `payload` is None when the sender has written it there by itself.
@@ -73,7 +73,7 @@ class Inlet:
             self._memory.write(header.layer, place.block_ids, self._converted(header, place, payload))
         return intact
 
-    def _converted(self, header: PieceHeader, place: Place, payload: bytes) -> bytes:
+    def _converted(self, header: PieceHeader, place: Place, payload: bytes | memoryview) -> bytes | memoryview:
         if header.block_size == self._layout.block_size:
             return payload
         blocks = b"".join(self._memory.views(header.layer, place.block_ids))

@@ -140,7 +140,7 @@ class WorkerOptions(ProcessSettings):
     bind: str = Field("127.0.0.1", description="Address at which other workers reach this one.")
     advertise: str = Field("", description="Address told to others, if it is not --bind (NAT, containers).")
     ports: Ports = Field("0", description="Port to bind, or a range to choose from; 0 takes a free one.")
-    transport: Literal["auto", "shm", "zmq"] = Field(
+    transport: Literal["auto", "shm", "ucx", "zmq"] = Field(
         "auto", description="How KV travels; auto takes the best that both workers have, shared memory on one host."
     )
     threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")

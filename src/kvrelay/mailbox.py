@@ -36,7 +36,7 @@ class PieceArrived:
 
     peer: Incarnation
     header: bytes
-    payload: bytes | None
+    payload: bytes | memoryview | None
 
 
 @dataclass(frozen=True, slots=True)

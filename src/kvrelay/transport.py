@@ -18,7 +18,7 @@ class Arrived(NamedTuple):
 
     peer: Incarnation
     header: bytes
-    payload: bytes | None
+    payload: bytes | memoryview | None
 
 
 class Transport(Protocol):

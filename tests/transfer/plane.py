@@ -1,6 +1,7 @@
 """Two ends of a transport in one process, with a memory each, for tests that send real pieces."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from kvrelay.transfer.protocol.actions import SendPiece
 from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import PieceHeader, unpack
 from kvrelay.transfer.shm_transport import ShmTransport
+from kvrelay.transfer.ucx_transport import UcxTransport
 from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.transport import Arrived, Transport
 from kvrelay.types import Incarnation, KVLayout
@@ -21,7 +23,7 @@ from kvrelay.types import Incarnation, KVLayout
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=7, block_size=5, dtype="bfloat16")
 NUM_BLOCKS = 600
 GEOMETRY = Geometry(LAYOUT.num_layers, NUM_BLOCKS, LAYOUT.block_bytes)
-POLLS = 200
+MAX_WAIT_S = 10.0
 
 
 @dataclass
@@ -89,6 +91,9 @@ class Ends:
         if self.kind == "shm":
             shm = ShmTransport(memory, incarnation=incarnation)
             end = End(incarnation, memory, shm, Outlet(memory, shm.shared), Inlet(memory, LAYOUT))
+        elif self.kind == "ucx":
+            ucx = UcxTransport("127.0.0.1", "0", incarnation=incarnation, max_queued=4)
+            end = End(incarnation, memory, ucx, Outlet(memory, lambda _: None), Inlet(memory, LAYOUT))
         else:
             carrier = ZmqTransport(self.context, "127.0.0.1", "0", incarnation=incarnation, max_queued=4)
             end = End(incarnation, memory, carrier, Outlet(memory, lambda _: None), Inlet(memory, LAYOUT))
@@ -101,11 +106,18 @@ class Ends:
         self.context.term()
 
 
+def tries() -> Iterator[None]:
+    """Again and again, but not for ever."""
+    until = time.monotonic() + MAX_WAIT_S
+    while time.monotonic() < until:
+        yield
+
+
 def meet(sender: End, receiver: End) -> Peer:
     """Connects, until it is settled how payload goes."""
     peer = receiver.peer
     sender.transport.connect(peer)
-    for _ in range(POLLS):
+    for _ in tries():
         sender.transport.receive(1)
         receiver.transport.receive(1)
         if sender.transport.ready(peer.incarnation):
@@ -120,19 +132,21 @@ def poll(*ends: End) -> None:
 
 
 def send(sender: End, piece: SendPiece) -> None:
-    """Takes the piece out of memory and sends it, polling for room while it would block."""
+    """Takes the piece out of memory and sends it; while it would block, waits for room and news as workers do."""
     header, payload = sender.outlet.take(piece)
-    for _ in range(POLLS):
+    for _ in tries():
         if sender.transport.send(piece.peer, header, payload):
             return
-        zmq.zmq_poll([(each, zmq.POLLOUT) for each in sender.transport.blocked()], 50)
+        room = [(each, zmq.POLLOUT) for each in sender.transport.blocked()]
+        zmq.zmq_poll([*room, *((each, zmq.POLLIN) for each in sender.transport.sockets())], 50)
+        sender.transport.receive(1)
     raise AssertionError("the piece never left")
 
 
 def receive(receiver: End, enough: Callable[[list[Arrived]], bool]) -> list[Arrived]:
     """Polls until enough came; gives what is there after ten seconds."""
     found: list[Arrived] = []
-    for _ in range(POLLS):
+    for _ in tries():
         found += receiver.transport.receive(2**24)
         if enough(found):
             break

@@ -23,7 +23,7 @@ from kvrelay.transfer.shm_frames import (
     unpack_hello,
 )
 from kvrelay.transfer.shm_transport import ShmTransport
-from tests.transfer.plane import GEOMETRY, POLLS, End, Ends, meet, receive, send
+from tests.transfer.plane import GEOMETRY, End, Ends, meet, receive, send, tries
 
 STRANGER = 77
 
@@ -71,7 +71,7 @@ def listen(ends: Ends) -> tuple[socket.socket, Peer]:
 
 
 def wait_for(end: End, check: Callable[[], bool]) -> None:
-    for _ in range(POLLS):
+    for _ in tries():
         end.transport.receive(2**20)
         if check():
             return

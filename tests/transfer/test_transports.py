@@ -12,7 +12,7 @@ from kvrelay.transfer.protocol.piece import unpack
 from tests.transfer.plane import NUM_BLOCKS, End, Ends, meet, receive, send
 
 
-@pytest.fixture(params=["zmq", "shm"])
+@pytest.fixture(params=["zmq", "shm", "ucx"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     made = Ends(request.param)
     yield made

@@ -1,0 +1,194 @@
+"""The one place that touches UCX: a worker that is polled, tagged messages in and out, and what they still read.
+
+Everything here belongs to one thread. UCX makes progress only inside calls, so before that thread waits for
+`descriptor`, `is_quiet` must have said that there is nothing to do.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvrelay.errors import WireError
+
+# UCX logs to stdout, and takes SIGHUP to wait for a debugger. As it reads these when it is loaded, only variables reach
+# it; what users set wins.
+_VARIABLES = {
+    "UCX_LOG_FILE": "/dev/stderr",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_DEBUG_SIGNO": "0",
+}
+_SEGMENT = "1088k"  # a piece of 1 MiB and its header in one: several times faster than UCX's 8 KiB
+_RDMA = Path("/sys/class/infiniband")
+_SIOCGIFADDR = 0x8915
+_EVERY_ADDRESS = "0.0.0.0"
+
+
+class Message(NamedTuple):
+    """Something that came under a tag and was not taken yet."""
+
+    tag: int
+    num_bytes: int
+    probe: Any
+
+
+class Transfer:
+    """A send or a receive under way; its buffer must not change or go away before it is done."""
+
+    def __init__(self, request: Any, buffer: Any) -> None:
+        self._request = request
+        self.buffer = buffer
+
+    @property
+    def done(self) -> bool:
+        """UCX does not touch the buffer any more."""
+        return bool(self._request.completed)
+
+    def check(self) -> None:
+        """Raises WireError if it failed."""
+        if self.done and self._request.status:
+            raise WireError(f"UCX could not move {memoryview(self.buffer).nbytes} bytes.")
+
+
+class UcxWorker:
+    """UCX, set up for the devices of one address."""
+
+    def __init__(self, host: str, ports: range) -> None:
+        """Listens at the network device that has the address `host`, at all for 0.0.0.0.
+
+        Raises:
+            OSError: UCX cannot be used here, or (ENOPKG) is not installed; `strerror` says why.
+        """
+        self._ucx, self._array = _load()
+        options = _options(host, ports)
+        try:
+            features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+            self._context = self._ucx.UCXContext(options, features)
+            self._worker = self._ucx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+        except self._ucx.UCXError as error:
+            raise OSError(0, f"UCX says: {error}") from error
+        self.address = bytes(memoryview(self._worker.address))
+        self.descriptor: int = self._worker.epoll_file_descriptor
+        self._any = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+        self._abandoned: list[Transfer] = []
+
+    def is_quiet(self) -> bool:
+        """True: nothing to do until `descriptor` can be read. False: call `progress`."""
+        return bool(self._worker.arm())
+
+    def progress(self) -> None:
+        """Does what can be done now."""
+        self._worker.progress()
+        self._abandoned = [each for each in self._abandoned if not each.done]
+
+    def connect(self, address: bytes) -> Any:
+        """An endpoint for what lies behind a worker's address.
+
+        Raises:
+            WireError: UCX finds no way there.
+        """
+        try:
+            return self._worker.create_endpoint_from_worker_address(
+                self._ucx.UCXAddress.create_from_buffer(address), True
+            )
+        except (self._ucx.UCXError, ValueError) as error:
+            raise WireError(f"UCX says: {error}.") from error
+
+    def disconnect(self, endpoint: Any) -> None:
+        """Closes an endpoint at once, also one that failed; what was not sent is dropped."""
+        endpoint.close_blocking()  # not `close`, which crashes when the endpoint has failed
+
+    def send(self, endpoint: Any, tag: int, payload: bytes) -> Transfer:
+        """Begins to send.
+
+        Raises:
+            WireError: the endpoint is over.
+        """
+        try:
+            return Transfer(endpoint.tag_send(self._array(payload), self._ucx.UCXXTag(tag)), payload)
+        except self._ucx.UCXError as error:
+            raise WireError(f"UCX says: {error}.") from error
+
+    def arrived(self) -> Iterator[Message]:
+        """What has come since, each told once: whatever its tag is, so that nothing is kept that nobody takes."""
+        while probe := self._worker.tag_probe(*self._any, True):
+            yield Message(probe.sender_tag.value, probe.length, probe)
+
+    def take(self, message: Message) -> Transfer:
+        """Begins to receive a message into memory of its own."""
+        buffer = np.empty(message.num_bytes, np.uint8)
+        return Transfer(self._worker.tag_recv_with_handle(self._array(buffer), message.probe), buffer.data)
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Nobody waits for it any more; its buffer lives until UCX is done with it."""
+        self._abandoned.append(transfer)
+
+    def close(self) -> None:
+        """Ends UCX; what is under way is dropped."""
+        self._worker.cancel_inflight_requests()
+        self._worker.progress()
+        self._abandoned.clear()
+        del self._worker, self._context
+
+
+def _load() -> tuple[ModuleType, Any]:
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    try:
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    except ImportError as error:
+        sentence = f"ucxx cannot be loaded ({error}); pip install 'kvrelay[ucx-cu12]' or 'kvrelay[ucx-cu13]' brings it"
+        raise OSError(errno.ENOPKG, sentence) from error
+    return libucxx, Array
+
+
+def _options(host: str, ports: range) -> Mapping[str, str]:
+    """Shared memory is left to the transport of that name: what UCX makes of it can outlive a killed process."""
+    options = {
+        "TLS": "^sm",
+        "TCP_CONN_NB": "y",
+        "TCP_PORT_RANGE": f"{ports[0]}-{ports[-1]}" if ports[0] else "0",
+        "TCP_TX_SEG_SIZE": _SEGMENT,
+        "TCP_RX_SEG_SIZE": _SEGMENT,
+    }
+    if others := _other_devices(host):
+        options["NET_DEVICES"] = f"^{','.join(others)}"
+    if not _RDMA.is_dir() or not any(_RDMA.iterdir()):
+        options["RNDV_THRESH"] = "inf"  # over TCP the rendezvous protocol only costs
+    return options
+
+
+def _other_devices(host: str) -> list[str]:
+    """Network devices that others must not reach us by.
+
+    Raises:
+        OSError: none has the address.
+    """
+    wanted = socket.gethostbyname(host)
+    if wanted == _EVERY_ADDRESS:
+        return []
+    names = [name for _, name in socket.if_nameindex()]
+    others = [name for name in names if _address_of(name) != wanted]
+    if len(others) == len(names):
+        raise OSError(0, f"no network device has {wanted} as its address")
+    return others
+
+
+def _address_of(device: str) -> str:
+    """Its first IPv4 address, "" if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", device.encode()[:15]))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
