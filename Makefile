@@ -72,5 +72,5 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing what tests and checks need into $(VENV)."
-	@$(INSTALL) -e '.[dev]' | $(SHOW_PROGRESS)
+	@$(INSTALL) -e '.[dev,ucx-cu13]' | $(SHOW_PROGRESS)
 	@touch $@

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvrelay.bench import transfer_limit, transfer_node
+from kvrelay.bench import transfer_limit, transfer_limit_ucx, transfer_node
 from kvrelay.bench.report import show, write_json
 from kvrelay.types import KVLayout
 
@@ -19,7 +19,7 @@ SHAPES = {
     "bundled": KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16"),
     "8B": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16"),
 }
-TRANSPORTS = ("zmq", "shm")
+TRANSPORTS = ("zmq", "ucx", "shm")
 TOKENS = (128, 1024, 8192, 32768)
 WARM_UPS = 2
 
@@ -76,10 +76,19 @@ def _hand_over(transport: str, layout: KVLayout, num_tokens: int, rounds: int) -
 
 def _limit(transport: str, layout: KVLayout, num_blocks: int, rounds: int) -> float:
     with _process(transfer_limit.receive, transport, layout, num_blocks) as address:
-        sender = transfer_limit.PlainSender(transport, address, layout, num_blocks)
+        sender = _plain_sender(transport, address, layout, num_blocks)
         seconds = _median(sender.hand_over, rounds)
     sender.close()  # not before its receiver is gone, which would take that for an error
     return seconds
+
+
+def _plain_sender(
+    transport: str, address: Any, layout: KVLayout, num_blocks: int
+) -> transfer_limit.PlainSender | transfer_limit_ucx.PlainUcxSender:
+    if transport != "ucx":
+        return transfer_limit.PlainSender(transport, address, layout, num_blocks)
+    memory = transfer_node.random_memory(layout, num_blocks)
+    return transfer_limit_ucx.PlainUcxSender(address, memory, transfer_limit.pieces(layout, num_blocks))
 
 
 def _median(hand_over: Callable[[], float], rounds: int) -> float:

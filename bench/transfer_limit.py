@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection as Pipe
 import xxhash
 import zmq
 
+from kvrelay.bench import transfer_limit_ucx
 from kvrelay.bench.transfer_node import random_memory
 from kvrelay.block_memory import BlockMemory
 from kvrelay.types import KVLayout
@@ -36,6 +37,8 @@ def receive(pipe: Pipe, transport: str, layout: KVLayout, num_blocks: int) -> No
     memory = random_memory(layout, num_blocks)
     if transport == "shm":
         _receive_shm(pipe, memory, layout, num_blocks)
+    elif transport == "ucx":
+        transfer_limit_ucx.receive(pipe, memory, pieces(layout, num_blocks))
     else:
         _receive_zmq(pipe, memory, layout, num_blocks)
 

@@ -1,18 +1,22 @@
 """What is said on the TCP connection beside UCX, which announces each payload and tells that it was taken.
 
-    receiver -> sender   welcome: magic 4s | version u8 | receiver u64 | connection u32 | size u16, and a UCX address
+    receiver -> sender   welcome: magic 4s | version u8 | receiver u64 | connection u32 | size u16 | digest u64, and a
+                                  UCX address
     sender -> receiver   hello:   magic 4s | version u8 | sender u64 | receiver u64
     sender -> receiver   header of a piece, one for each payload
     receiver -> sender   one byte for each payload that was taken
 
 All little-endian, sender and receiver as incarnations. The payload goes over UCX under the tag `connection u32 |
 number u32`: number 0 is a probe that shows that UCX gets through, then come the pieces. A receiver never gives a
-connection's number away again, so tags never repeat between two incarnations.
+connection's number away again, so tags never repeat between two incarnations. The digest is XXH3 over the address:
+UCX ends the process that gives it a garbled one.
 """
 
 import socket
 import struct
 from dataclasses import dataclass
+
+import xxhash
 
 from kvrelay.errors import WireError
 from kvrelay.types import Incarnation
@@ -22,7 +26,7 @@ VERSION = 1
 TAKEN = b"+"
 PROBE = b"?"
 MAX_NUMBER = 2**32 - 1
-_WELCOME = struct.Struct("<4sBQIH")
+_WELCOME = struct.Struct("<4sBQIHQ")
 _HELLO = struct.Struct("<4sBQQ")
 HELLO_BYTES = _HELLO.size
 
@@ -58,7 +62,8 @@ class Welcome:
 
     def pack(self) -> bytes:
         """As it is sent."""
-        return _WELCOME.pack(MAGIC, VERSION, self.receiver, self.connection, len(self.address)) + self.address
+        size, digest = len(self.address), xxhash.xxh3_64_intdigest(self.address)
+        return _WELCOME.pack(MAGIC, VERSION, self.receiver, self.connection, size, digest) + self.address
 
 
 def pack_hello(sender: Incarnation, receiver: Incarnation) -> bytes:
@@ -133,10 +138,14 @@ class Stream:
         """
         if len(self._bytes) < _WELCOME.size:
             return None
-        magic, version, receiver, connection, size = _WELCOME.unpack_from(self._bytes)
+        magic, version, receiver, connection, size, digest = _WELCOME.unpack_from(self._bytes)
         _check(magic, version)
-        frame = self.take(_WELCOME.size + size)
-        return None if frame is None else Welcome(receiver, connection, frame[_WELCOME.size :])
+        if (frame := self.take(_WELCOME.size + size)) is None:
+            return None
+        address = frame[_WELCOME.size :]
+        if not address or xxhash.xxh3_64_intdigest(address) != digest:
+            raise WireError("The address of its UCX arrived damaged.")
+        return Welcome(receiver, connection, address)
 
     def send(self, frame: bytes) -> None:
         """All of it.

@@ -144,7 +144,7 @@ def _listen(host: str, ports: range) -> socket.socket:
     fault = OSError(0, "there is no port to try")
     for port in ports:
         try:
-            listening = socket.create_server(("" if host == "*" else host, port), backlog=MAX_STRANGERS)
+            listening = socket.create_server((host, port), backlog=MAX_STRANGERS)
         except OSError as error:
             fault = error
         else:

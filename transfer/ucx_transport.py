@@ -22,7 +22,8 @@ from kvrelay.types import Incarnation
 
 NAME = "ucx"
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_QUEUED_PIECES = 16
+MAX_QUEUED_PIECES = 32
+_EVERY_ADDRESS = "0.0.0.0"
 _FULL = 2**64 - 2  # of an eventfd: it can be read and not written
 
 
@@ -51,6 +52,7 @@ class UcxTransport:
         self._max_frame_bytes = max_frame_bytes
         self._max_queued = max_queued
         self._connections: dict[Incarnation, UcxConnection] = {}
+        host = _EVERY_ADDRESS if host == "*" else host
         self._worker = UcxWorker(host, port_range(ports))
         try:
             self._listener = UcxListener(

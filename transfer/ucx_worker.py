@@ -62,7 +62,7 @@ class UcxWorker:
     """UCX, set up for the devices of one address."""
 
     def __init__(self, host: str, ports: range) -> None:
-        """Listens at the network device that has the address `host`, at all for 0.0.0.0.
+        """Listens at the network device that has the address `host`, at every one for 0.0.0.0.
 
         Raises:
             OSError: UCX cannot be used here, or (ENOPKG) is not installed; `strerror` says why.
@@ -100,14 +100,14 @@ class UcxWorker:
             return self._worker.create_endpoint_from_worker_address(
                 self._ucx.UCXAddress.create_from_buffer(address), True
             )
-        except (self._ucx.UCXError, ValueError) as error:
+        except (self._ucx.UCXError, ValueError, IndexError) as error:
             raise WireError(f"UCX says: {error}.") from error
 
     def disconnect(self, endpoint: Any) -> None:
         """Closes an endpoint at once, also one that failed; what was not sent is dropped."""
         endpoint.close_blocking()  # not `close`, which crashes when the endpoint has failed
 
-    def send(self, endpoint: Any, tag: int, payload: bytes) -> Transfer:
+    def send(self, endpoint: Any, tag: int, payload: bytes | memoryview) -> Transfer:
         """Begins to send.
 
         Raises:
@@ -147,7 +147,7 @@ def _load() -> tuple[ModuleType, Any]:
         from ucxx._lib import libucxx
         from ucxx._lib.arr import Array
     except ImportError as error:
-        sentence = f"ucxx cannot be loaded ({error}); pip install 'kvrelay[ucx-cu12]' or 'kvrelay[ucx-cu13]' brings it"
+        sentence = f"ucxx cannot be loaded ({error}); pip install 'kvrelay[ucx-cu13]' or 'kvrelay[ucx-cu12]' brings it"
         raise OSError(errno.ENOPKG, sentence) from error
     return libucxx, Array
 

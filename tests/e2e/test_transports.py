@@ -21,7 +21,7 @@ def hand_over(folder: Path, prefill: str, *decode: str) -> tuple[list[list[int]]
         tokens = []
         for i, name in enumerate(decode):
             p, d = gateway.hellos["p"], gateway.hellos[f"d{i}"]
-            assert list(d.data_endpoints) == (["shm", "zmq"] if name == "auto" else [name])
+            assert list(d.data_endpoints) == (["shm", "ucx", "zmq"] if name == "auto" else [name])
             gateway.send(p, prefill_request(p, (d,), f"r{i}", PROMPT, 8))
             tokens.append(gateway.tokens(f"r{i}", 8))
         for hello in gateway.hellos.values():
@@ -36,14 +36,15 @@ def counted(gateway: WireGateway, name: str, counter: str) -> int:
 
 
 def test_each_pair_uses_the_best_that_both_have(tmp_path: Path) -> None:
-    tokens, gateway = hand_over(tmp_path, "auto", "auto", "shm", "zmq")
-    assert tokens[0] == tokens[1] == tokens[2]
-    for name, used, unused in (("d0", "shm", "zmq"), ("d1", "shm", "zmq"), ("d2", "zmq", "shm")):
+    tokens, gateway = hand_over(tmp_path, "auto", "auto", "shm", "zmq", "ucx")
+    assert tokens[0] == tokens[1] == tokens[2] == tokens[3]
+    for name, used, unused in (("d0", "shm", "zmq"), ("d1", "shm", "zmq"), ("d2", "zmq", "shm"), ("d3", "ucx", "shm")):
         assert counted(gateway, name, f"{used}_pieces_received") >= 3  # layers
         assert counted(gateway, name, f"{unused}_pieces_received") == 0
-    assert (counted(gateway, "p", "shm_agreed"), counted(gateway, "p", "zmq_agreed")) == (2, 1)
-    received = [counted(gateway, name, f"{used}_bytes_received") for name, used in (("d0", "shm"), ("d2", "zmq"))]
-    assert received[0] == received[1] > 0
+    assert [counted(gateway, "p", f"{name}_agreed") for name in ("shm", "zmq", "ucx")] == [2, 1, 1]
+    pairs = (("d0", "shm"), ("d2", "zmq"), ("d3", "ucx"))
+    received = [counted(gateway, name, f"{used}_bytes_received") for name, used in pairs]
+    assert received[0] == received[1] == received[2] > 0
 
 
 def test_one_that_is_forced_is_used_from_the_first_hand_over_on(tmp_path: Path) -> None:

@@ -75,11 +75,11 @@ class End:
 class Ends:
     """Makes ends of one kind, and closes them all."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, first_incarnation: Incarnation = 1) -> None:
         self.kind = kind
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.stack = ExitStack()
-        self._next_incarnation = 1
+        self._next_incarnation = first_incarnation
 
     def make(self) -> End:
         """One more worker."""
@@ -115,14 +115,18 @@ def tries() -> Iterator[None]:
 
 def meet(sender: End, receiver: End) -> Peer:
     """Connects, until it is settled how payload goes."""
-    peer = receiver.peer
+    return meet_peer(sender, receiver.peer, receiver)
+
+
+def meet_peer(sender: End, peer: Peer, *receivers: End) -> Peer:
+    """Connects to a receiver, which may be one of another process."""
     sender.transport.connect(peer)
     for _ in tries():
-        sender.transport.receive(1)
-        receiver.transport.receive(1)
+        for each in (sender, *receivers):
+            each.transport.receive(1)
         if sender.transport.ready(peer.incarnation):
             return peer
-        poll(sender, receiver)
+        poll(sender, *receivers)
     raise AssertionError("the two never met")
 
 

@@ -1,16 +1,17 @@
 """All transports of a worker as one: what a pair settles on, and what happens when that fails."""
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
 from kvrelay.config import PrefillSettings
 from kvrelay.errors import TransportMissing, WireError
 from kvrelay.messages import Peer
-from kvrelay.transfer import data_plane, shm_connection
+from kvrelay.transfer import data_plane, shm_connection, ucx_connection
 from kvrelay.transfer.data_plane import DataPlane, open_data_plane
 from kvrelay.transfer.shm_frames import boot_id, parse_address
-from tests.transfer.plane import LAYOUT, End, Ends, meet, receive, send
+from tests.transfer.plane import LAYOUT, End, Ends, meet, meet_peer, receive, send
 
 
 class Workers(Ends):
@@ -55,6 +56,8 @@ def hand_over(sender: End, receiver: End, peer: Peer) -> None:
         ("zmq", "auto", "zmq"),
         ("shm", "auto", "shm"),
         ("auto", "shm", "shm"),
+        ("auto", "ucx", "ucx"),
+        ("ucx", "auto", "ucx"),
         ("zmq", "zmq", "zmq"),
     ],
 )
@@ -71,25 +74,26 @@ def test_a_pair_that_has_none_in_common_is_told_why(workers: Workers) -> None:
         sender.transport.connect(receiver.peer)
 
 
-def test_a_peer_of_another_host_gets_payload_over_zmq(workers: Workers) -> None:
+def test_a_peer_of_another_host_gets_payload_over_ucx(workers: Workers) -> None:
     sender, receiver = workers.worker("auto"), workers.worker("auto")
     elsewhere = receiver.peer.data_endpoints["shm"].replace(boot_id(), "0" * 36)
     peer = receiver.peer.model_copy(update={"data_endpoints": {**receiver.peer.data_endpoints, "shm": elsewhere}})
-    sender.transport.connect(peer)
-    assert sender.transport.ready(peer.incarnation)
-    hand_over(sender, receiver, peer)
-    assert used(sender) == {"zmq"}
+    hand_over(sender, receiver, meet_peer(sender, peer, receiver))
+    assert used(sender) == {"ucx"}
 
 
-def test_a_peer_that_never_shares_its_memory_gets_payload_over_zmq(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("silent", "expected"),
+    [([shm_connection], "ucx"), ([ucx_connection], "shm"), ([shm_connection, ucx_connection], "zmq")],
+)
+def test_a_transport_that_is_not_answered_is_left_out(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, silent: list[ModuleType], expected: str
 ) -> None:
-    monkeypatch.setattr(shm_connection, "ANSWER_S", -1.0)
+    for each in silent:
+        monkeypatch.setattr(each, "ANSWER_S", -1.0)
     sender, receiver = workers.worker("auto"), workers.worker("auto")
-    sender.transport.connect(receiver.peer)
-    assert sender.transport.ready(receiver.incarnation)
-    hand_over(sender, receiver, receiver.peer)
-    assert used(sender) == {"zmq"}
+    hand_over(sender, receiver, meet(sender, receiver))
+    assert used(sender) == {expected}
 
 
 def test_until_it_is_settled_a_peer_is_not_ready(workers: Workers) -> None:
@@ -117,25 +121,26 @@ def test_a_peer_whose_only_transport_broke_is_lost(workers: Workers) -> None:
         sender.transport.ready(peer.incarnation)
 
 
-def test_zmq_takes_over_when_shared_memory_breaks(workers: Workers) -> None:
+def test_the_next_best_takes_over_when_one_breaks(workers: Workers) -> None:
     sender, receiver = workers.worker("auto"), workers.worker("auto")
     peer = meet(sender, receiver)
     hand_over(sender, receiver, peer)
-    shm = sender.transport._all[0]  # type: ignore[attr-defined]
-    shm._connections[peer.incarnation].close()  # as when it broke
-    sender.transport.receive(1)
-    assert sender.transport.ready(peer.incarnation)
-    hand_over(sender, receiver, peer)
-    assert used(sender) == {"shm", "zmq"}
+    for number, expected in enumerate(({"shm", "ucx"}, {"shm", "ucx", "zmq"})):
+        transport = sender.transport._all[number]  # type: ignore[attr-defined]
+        transport._connections[peer.incarnation].close()  # as when it broke
+        sender.transport.receive(1)
+        assert sender.transport.ready(peer.incarnation)
+        hand_over(sender, receiver, peer)
+        assert used(sender) == expected
 
 
 def test_what_cannot_start_is_named_once_and_the_next_is_taken(
     workers: Workers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = workers.make()
-    assert list(workers.plane("auto", end, on_host=False).transport.endpoints) == ["zmq"]
+    assert list(workers.plane("auto", end, on_host=False).transport.endpoints) == ["ucx", "zmq"]
     assert [record.getMessage() for record in caplog.records] == [
-        "Transport shm cannot be used here: KV memory of a device cannot be shared; zmq is used."
+        "Transport shm cannot be used here: KV memory of a device cannot be shared; the next best is used."
     ]
     with pytest.raises(TransportMissing, match="--transport"):
         workers.plane("shm", end, on_host=False)
@@ -144,11 +149,11 @@ def test_what_cannot_start_is_named_once_and_the_next_is_taken(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(data_plane, "ShmTransport", fail)
-    assert list(workers.plane("auto", end).transport.endpoints) == ["zmq"]
+    assert list(workers.plane("auto", end).transport.endpoints) == ["ucx", "zmq"]
     assert "Function not implemented" in caplog.records[-1].getMessage()
 
 
 def test_the_best_is_named_first(workers: Workers) -> None:
     worker = workers.worker("auto")
-    assert list(worker.transport.endpoints) == ["shm", "zmq"]
+    assert list(worker.transport.endpoints) == ["shm", "ucx", "zmq"]
     assert parse_address(worker.transport.endpoints["shm"]).boot_id == boot_id()
