@@ -14,9 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvrelay.errors import WireError
+from kvrelay.transfer.scratch import Scratch
 
 # UCX logs to stdout, and takes SIGHUP to wait for a debugger. As it reads these when it is loaded, only variables reach
 # it; what users set wins.
@@ -79,6 +78,7 @@ class UcxWorker:
         self.address = bytes(memoryview(self._worker.address))
         self.descriptor: int = self._worker.epoll_file_descriptor
         self._any = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+        self._scratch = Scratch()
         self._abandoned: list[Transfer] = []
 
     def is_quiet(self) -> bool:
@@ -125,8 +125,8 @@ class UcxWorker:
 
     def take(self, message: Message) -> Transfer:
         """Begins to receive a message into memory of its own."""
-        buffer = np.empty(message.num_bytes, np.uint8)
-        return Transfer(self._worker.tag_recv_with_handle(self._array(buffer), message.probe), buffer.data)
+        buffer = self._scratch.take(message.num_bytes)
+        return Transfer(self._worker.tag_recv_with_handle(self._array(buffer), message.probe), buffer)
 
     def abandon(self, transfer: Transfer) -> None:
         """Nobody waits for it any more; its buffer lives until UCX is done with it."""

@@ -39,11 +39,11 @@ class Transport(Protocol):
         ...
 
     def sockets(self) -> Iterable[Pollable]:
-        """What to poll for incoming payload and news. The set may change with each call of another method."""
+        """What to poll for incoming payload and news. Ask before each wait: that also readies what is polled."""
         ...
 
     def blocked(self) -> Iterable[Pollable]:
-        """What to poll for room to send: the connections whose last `send` returned False."""
+        """What to poll for room to send: the connections whose last `send` returned False. Room may be news, too."""
         ...
 
     def connect(self, peer: Peer) -> None:
@@ -69,7 +69,8 @@ class Transport(Protocol):
     def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
         """Takes one piece; `payload` None says that it lies in the peer's memory already, and only the header goes.
 
-        False: it would block, nothing was taken, try again later. When it returns, neither buffer is read any more.
+        False: it would block, nothing was taken, try again later. What was taken may be read until the peer has it;
+        nobody has to wait for that, since `bytes` never change.
 
         Raises:
             WireError: there is no way to this peer, or not any more.
