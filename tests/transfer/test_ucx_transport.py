@@ -21,7 +21,7 @@ from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.protocol.piece import HEADER_BYTES
 from kvrelay.transfer.ucx_frames import Stream, Welcome, pack_hello, split_tag, tag, unpack_hello
 from kvrelay.transfer.ucx_transport import UcxTransport
-from kvrelay.transfer.ucx_worker import UcxWorker
+from kvrelay.transfer.ucx_worker import UcxWorker, _address_of
 from tests.transfer.plane import NUM_BLOCKS, End, Ends, meet, meet_peer, poll, receive, send, tries
 
 ROOT = Path(__file__).parents[2]
@@ -384,6 +384,25 @@ def test_nothing_listens_at_another_address_than_the_one_given(ends: Ends) -> No
     added = listening() - before
     assert len(added) == 2  # ours and UCX's
     assert {address.partition(":")[0] for address in added} == {"0100007F"}
+
+
+def addresses() -> list[str]:
+    """Of this machine's devices, but for the loop."""
+    found = [_address_of(name) for _, name in socket.if_nameindex()]
+    return [address for address in found if address and not address.startswith("127.")]
+
+
+@pytest.mark.skipif(not addresses(), reason="no network device but the loop has an address")
+def test_the_address_of_a_network_device_serves_as_well(ends: Ends, sender: End) -> None:
+    there = UcxTransport(addresses()[0], "0", incarnation=9)
+    here = UcxTransport(addresses()[0], "0", incarnation=8)
+    for each in (there, here):
+        ends.stack.callback(each.close)
+    receiver, other = (
+        End(each._incarnation, sender.memory, each, sender.outlet, sender.inlet) for each in (there, here)
+    )
+    send(other, other.piece(meet(other, receiver), 0, (1,), (1,)))
+    assert len(receive(receiver, bool)) == 1
 
 
 def test_every_address_is_bound_when_asked_to(ends: Ends, sender: End) -> None:
