@@ -40,9 +40,9 @@ class UcxIncoming:
 
     def put(self, number: int, payload: Transfer) -> None:
         """UCX begins to bring a payload."""
-        self._payloads[number] = payload
-        if not self._next <= number <= self._next + self._max_pieces:
+        if not self._next <= number <= self._next + self._max_pieces or number in self._payloads:
             raise WireError("UCX brought a payload that is none of the next.")
+        self._payloads[number] = payload
 
     def hear(self) -> None:
         """Takes the hello and headers, and notices the end."""

@@ -102,12 +102,13 @@ class UcxListener:
             self._drop(number, f"A payload of {message.num_bytes} bytes is over the {self._max_frame_bytes} allowed.")
             return
         payload = self._worker.take(message)
-        if incoming is None:
+        if incoming is None:  # it is over
             self._worker.abandon(payload)
             return
         try:
             incoming.put(index, payload)
         except WireError as error:
+            self._worker.abandon(payload)
             self._drop(number, str(error))
 
     def _hear(self, incoming: UcxIncoming, pieces: list[Arrived], max_bytes: int) -> int:

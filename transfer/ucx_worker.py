@@ -136,8 +136,8 @@ class UcxWorker:
         """Ends UCX; what is under way is dropped."""
         self._worker.cancel_inflight_requests()
         self._worker.progress()
-        self._abandoned.clear()
         del self._worker, self._context
+        self._abandoned.clear()
 
 
 def _load() -> tuple[ModuleType, Any]:

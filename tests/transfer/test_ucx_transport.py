@@ -19,7 +19,7 @@ from kvrelay.messages import Peer
 from kvrelay.transfer import ucx_connection, ucx_incoming, ucx_listener
 from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.protocol.piece import HEADER_BYTES
-from kvrelay.transfer.ucx_frames import Stream, Welcome, pack_hello, split_tag, tag, unpack_hello
+from kvrelay.transfer.ucx_frames import PROBE, Stream, Welcome, pack_hello, split_tag, tag, unpack_hello
 from kvrelay.transfer.ucx_transport import UcxTransport
 from kvrelay.transfer.ucx_worker import UcxWorker, _address_of
 from tests.transfer.plane import NUM_BLOCKS, End, Ends, meet, meet_peer, poll, receive, send, tries
@@ -128,6 +128,43 @@ def is_over(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return True
+
+
+@pytest.mark.parametrize("messages", [[(0, b"x")], [(0, PROBE), (0, PROBE)], [(1, PROBE), (1, PROBE)], [(40, PROBE)]])
+def test_who_sends_something_else_than_a_probe_is_not_let_in(
+    ends: Ends, sender: End, receiver: End, messages: list[tuple[int, bytes]]
+) -> None:
+    stranger = Stream(raw(ends, receiver))
+    welcomes: list[Welcome] = []
+
+    def welcomed() -> bool:
+        stranger.hear(2**16)
+        welcomes.extend(filter(None, [stranger.take_welcome()]))
+        return bool(welcomes)
+
+    wait_for(welcomed, receiver)
+    worker = UcxWorker("127.0.0.1", range(1))
+    ends.stack.callback(worker.close)
+    endpoint = worker.connect(welcomes[0].address)
+    ends.stack.callback(worker.disconnect, endpoint)
+    sent = [worker.send(endpoint, tag(welcomes[0].connection, number), payload) for number, payload in messages]
+
+    def arrived() -> bool:
+        worker.progress()
+        return all(each.done for each in sent)
+
+    wait_for(arrived, receiver)
+    stranger.send(pack_hello(STRANGER, receiver.incarnation))
+
+    def ended() -> bool:
+        worker.progress()
+        stranger.hear(2**16)
+        return stranger.ended
+
+    wait_for(ended, receiver)
+    assert receiver.transport.counters["ucx_pieces_received"] == 0
+    send(sender, sender.piece(meet(sender, receiver), 0, (1,), (1,)))
+    assert [piece.peer for piece in receive(receiver, bool)] == [sender.incarnation]
 
 
 def test_who_says_nothing_is_not_waited_for(ends: Ends, receiver: End, monkeypatch: pytest.MonkeyPatch) -> None:
