@@ -60,9 +60,9 @@ class UcxConnection:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more piece may be under way; a single one may always."""
+        """Whether one more piece may be under way, however large: a large one goes alone."""
         num_bytes = sum(len(each.buffer) for each in self._untaken)
-        return not self._untaken or (len(self._untaken) < self._max_pieces and num_bytes < self._max_bytes)
+        return len(self._untaken) < self._max_pieces and num_bytes < self._max_bytes
 
     def ready(self) -> bool:
         """True when a first message got through.

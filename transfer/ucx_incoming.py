@@ -21,17 +21,13 @@ class UcxIncoming:
         """`max_pieces` bounds what was announced and not taken yet."""
         self.stream = stream
         self.sender: Incarnation = 0
+        self.known = False  # it said hello, and UCX brought its probe
         self._receiver = receiver
         self._max_pieces = max_pieces
         self._until: float | None = time.monotonic() + HELLO_S
         self._headers: deque[bytes] = deque()
         self._payloads: dict[int, Transfer] = {}
         self._next = 0
-
-    @property
-    def known(self) -> bool:
-        """It said hello, and UCX brought its probe."""
-        return self._next > 0
 
     @property
     def over(self) -> bool:
@@ -70,7 +66,7 @@ class UcxIncoming:
             return False
         if probe != PROBE:
             raise WireError("A connection began with something else than a probe.")
-        self._until = None
+        self._until, self.known = None, True
         return True
 
     def take_piece(self) -> Arrived | None:
