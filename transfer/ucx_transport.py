@@ -68,16 +68,17 @@ class UcxTransport:
             self._worker.close()
             raise
         self.endpoints = {NAME: self._listener.endpoint}
-        self._room, self._no_room, self._work = os.eventfd(0), os.eventfd(0), os.eventfd(1)
+        self._room, self._no_room, self._work = os.eventfd(0), os.eventfd(0), os.eventfd(0)
         os.eventfd_write(self._no_room, _FULL)
-        self._left_over = False
+        self._has_work = False  # and so `_work` can be read
         self._closed = False
 
     def sockets(self) -> list[int]:
         """UCX's descriptor and each connection's. UCX must be asked before each wait, so call this right before."""
         connections = [each for connection in self._connections.values() for each in connection.descriptors]
-        waits = [self._worker.descriptor, *self._listener.descriptors(), *connections]
-        return waits if self._worker.is_quiet() and not self._left_over else [*waits, self._work]
+        if not self._worker.is_quiet():
+            self._call_for_work()
+        return [self._work, self._worker.descriptor, *self._listener.descriptors(), *connections]
 
     def blocked(self) -> list[int]:
         """One descriptor for each connection whose last `send` returned False; it can be written if there is room now.
@@ -139,12 +140,16 @@ class UcxTransport:
 
     def receive(self, max_bytes: int) -> list[Arrived]:
         """Pieces that are there now, until they exceed `max_bytes`; also hears what senders and receivers say."""
+        if self._has_work:
+            os.eventfd_read(self._work)
+            self._has_work = False
         self._worker.progress()
         for connection in self._connections.values():
             connection.hear()
         pieces = self._listener.receive(max_bytes)
         num_bytes = sum(len(piece.payload or b"") for piece in pieces)
-        self._left_over = num_bytes >= max_bytes
+        if num_bytes >= max_bytes:  # there may be more
+            self._call_for_work()
         self.counters["ucx_pieces_received"] += len(pieces)
         self.counters["ucx_bytes_received"] += num_bytes
         return pieces
@@ -164,6 +169,11 @@ class UcxTransport:
         self._worker.close()
         for descriptor in (self._room, self._no_room, self._work):
             os.close(descriptor)
+
+    def _call_for_work(self) -> None:
+        if not self._has_work:
+            os.eventfd_write(self._work, 1)
+            self._has_work = True
 
 
 def _address(peer: Peer) -> tuple[str, int]:

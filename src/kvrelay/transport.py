@@ -39,11 +39,11 @@ class Transport(Protocol):
         ...
 
     def sockets(self) -> Iterable[Pollable]:
-        """What to poll for incoming payload and news. Ask before each wait: that also readies what is polled."""
+        """What to poll for incoming payload and news. The set may change with each call of another method."""
         ...
 
     def blocked(self) -> Iterable[Pollable]:
-        """What to poll for room to send: the connections whose last `send` returned False. Room may be news, too."""
+        """What to poll for room to send: the connections whose last `send` returned False."""
         ...
 
     def connect(self, peer: Peer) -> None:
