@@ -190,3 +190,16 @@ def test_what_a_sender_announced_before_it_left_is_waited_for(ends: Ends, sender
         assert receiver.transport.receive(1) == []
     stranger.send(1, payload)
     assert receiver.transport.counters["ucx_pieces_received"] == 1
+
+
+def test_what_was_left_over_is_called_for(sender: End, receiver: End) -> None:
+    peer = meet(sender, receiver)
+    for number in range(2):
+        send(sender, sender.piece(peer, 0, (number,), (number,)))
+    found = 0
+    for _ in tries():
+        found += len(receiver.transport.receive(1))
+        if found == 2:
+            break
+        assert zmq.zmq_poll([(each, zmq.POLLIN) for each in receiver.transport.sockets()], 5_000)
+    assert found == 2

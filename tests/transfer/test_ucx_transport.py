@@ -181,6 +181,7 @@ def test_without_its_package_the_next_one_is_taken(
     assert plane("auto", sender, ends.context) == ["shm", "zmq"]
     (record,) = caplog.records
     assert "Transport ucx cannot be used here: ucxx cannot be loaded" in record.getMessage()
+    assert record.levelno == logging.INFO  # an extra that nobody asked for
     with pytest.raises(TransportMissing, match=r"pip install 'kvrelay\[ucx-cu13\]'.*--transport"):
         plane("ucx", sender, ends.context)
 
@@ -277,6 +278,13 @@ def test_a_stream_tells_its_end_after_what_came_before() -> None:
             break
     assert stream.take_all() == b"last words"
     stream.close()
+
+
+def test_ucx_makes_no_shared_memory() -> None:
+    worker = UcxWorker("127.0.0.1", range(1))
+    assert "tcp/lo" in worker._context.info
+    assert not [name for name in ("posix/", "sysv/", "cma/") if name in worker._context.info]
+    worker.close()
 
 
 def test_two_workers_of_a_process_can_be_told_apart() -> None:
