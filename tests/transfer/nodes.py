@@ -246,7 +246,7 @@ class ReceivingNode(Node):
                 return self._land(peer, frame, payload, now)
         return []
 
-    def _land(self, peer: int, frame: bytes, payload: bytes | None, now: float) -> list[Action]:
+    def _land(self, peer: int, frame: bytes, payload: bytes | memoryview | None, now: float) -> list[Action]:
         header = unpack(frame)
         place = self._receiver.accept(peer, header)
         if place is None:

@@ -21,7 +21,7 @@ from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.ucx_frames import Stream, Welcome, pack_hello, split_tag, tag, unpack_hello
 from kvrelay.transfer.ucx_transport import UcxTransport
 from kvrelay.transfer.ucx_worker import UcxWorker, _address_of
-from tests.transfer.plane import NUM_BLOCKS, End, Ends, meet, meet_peer, receive, send, tries
+from tests.transfer.plane import LAYOUT, NUM_BLOCKS, End, Ends, meet, meet_peer, receive, send, tries
 from tests.transfer.ucx_ends import STRANGER, accept, fault, listen, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def test_the_end_of_a_sender_in_mid_transfer_is_no_trouble(sender: End, receiver
 
 def plane(transport: str, end: End, context: "zmq.Context[zmq.Socket[bytes]]", bind: str = "127.0.0.1") -> list[str]:
     settings = PrefillSettings.model_validate({"transport": transport, "bind": bind})
-    made = open_data_plane(settings, context, end.incarnation, end.memory, end.memory).transport
+    made = open_data_plane(settings, context, end.incarnation, end.memory, LAYOUT, end.memory).transport
     made.close()
     return list(made.endpoints)
 

@@ -33,10 +33,10 @@ class Place(NamedTuple):
 class Lease:
     """Blocks of `block_size` tokens reserved for one attempt until `until` (receiver's clock).
 
-    Bit i of a mask is block i of the sequence as the sender counts, whose blocks may be of another size. The first `held_blocks` of them are shared with others and may not be written. `block_hashes` names the full
-    blocks. `num_taken` blocks were free or cached before.
-
-    `repairs` are runs that the sender was asked to send again, of which it says to have sent `num_repaired`.
+    Bit i of a mask is block i of the sequence as the sender counts, whose blocks may be of another size. The first
+    `held_blocks` are shared with others and may not be written. `block_hashes` names the full blocks. `num_taken`
+    blocks were free or cached before. `repairs` are runs that the sender was asked to send again, of which it says to
+    have sent `num_repaired`.
     """
 
     lease_id: LeaseId
