@@ -174,6 +174,8 @@ class ReceivingNode(Node):
         while True:
             for event in self.mailbox.take(MAX_WAIT_S):
                 self._do(self._hear(event))
+            while piece := self.mailbox.next_piece():
+                self._do(self._land(piece))
             self._do(self._receiver.grant(self._blocks.num_free, 1, time.monotonic()))
 
     def _hear(self, event: Event) -> list[Action]:
@@ -183,12 +185,14 @@ class ReceivingNode(Node):
                 return self._receiver.on_message(peer, message, now)
             case MemoryShared(peer):
                 self._receiver.on_memory_shared(peer)
-            case PieceArrived(peer, frame, payload):
-                header = unpack(frame)
-                place = self._receiver.accept(peer, header)
-                if place is not None and self.data.inlet.land(header, place, payload):
-                    return self._receiver.landed(header, now)
         return []
+
+    def _land(self, piece: PieceArrived) -> list[Action]:
+        header = unpack(piece.header)
+        place = self._receiver.accept(piece.peer, header)
+        if place is None or not self.data.inlet.land(header, place, piece.payload):
+            return []
+        return self._receiver.landed(header, time.monotonic())
 
     def _do(self, actions: list[Action]) -> None:
         self.post(actions)

@@ -91,8 +91,6 @@ class DecodeWorker(Worker):
                 self._begin(gateway, request)
             case FromPeer(peer, KVOffer() | KVCommit() | KVReleased() | Abort() as message):
                 self._do(self._receiver.on_message(peer, message, now))
-            case PieceArrived(peer, header, payload):
-                self._land(peer, header, payload)
             case MemoryShared(peer):
                 self._receiver.on_memory_shared(peer)
             case PeerLost(peer):
@@ -101,6 +99,22 @@ class DecodeWorker(Worker):
                 self._do(self._receiver.on_peer_exited(peer, now))
             case _:
                 self._counters["unexpected_message"] += 1
+
+    def take_piece(self, piece: PieceArrived) -> int:
+        """Lands a piece whose lease is alive and whose digest is right."""
+        try:
+            header = unpack(piece.header)
+        except WireError:
+            self._counters["malformed_piece"] += 1
+            return len(piece.header)
+        place = self._receiver.accept(piece.peer, header)
+        if place is None:
+            return len(piece.header)
+        if self._inlet.land(header, place, piece.payload):
+            self._do(self._receiver.landed(header, self._clock()))
+        else:
+            self._do(self._receiver.corrupt(header, self._clock()))
+        return header.payload_bytes
 
     def tick(self, now: float) -> None:
         """Deadlines."""
@@ -149,21 +163,6 @@ class DecodeWorker(Worker):
             self.fail(gateway, request.key, error.code, error.message)
         else:
             self._own(gateway, request.key)
-
-    def _land(self, peer: Incarnation, frame: bytes, payload: bytes | memoryview | None) -> None:
-        """Lands a piece whose lease is alive and whose digest is right."""
-        try:
-            header = unpack(frame)
-        except WireError:
-            self._counters["malformed_piece"] += 1
-            return
-        place = self._receiver.accept(peer, header)
-        if place is None:
-            return
-        if self._inlet.land(header, place, payload):
-            self._do(self._receiver.landed(header, self._clock()))
-        else:
-            self._do(self._receiver.corrupt(header, self._clock()))
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.errors import Draining, RequestError
-from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, SendPayload, ToPeer
+from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, PieceArrived, SendPayload, ToPeer
 from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, KVRepair, Ledger, PrefillRequest, WorkerLoad
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
@@ -96,6 +96,11 @@ class PrefillWorker(Worker):
                 self._do(self._sender.on_peer_lost(peer, self._clock()))
             case _:
                 self._counters["unexpected_message"] += 1
+
+    def take_piece(self, piece: PieceArrived) -> int:
+        """Nobody was offered room here, so nobody has a lease."""
+        self._counters["unexpected_piece"] += 1
+        return len(piece.header)
 
     def tick(self, now: float) -> None:
         """Deadlines, offers to repeat, and payload that can leave."""

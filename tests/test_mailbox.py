@@ -13,6 +13,7 @@ from kvrelay.mailbox import (
     PayloadSent,
     PeerLost,
     PieceArrived,
+    PieceWaiting,
     SendPayload,
     ToGateway,
 )
@@ -72,10 +73,26 @@ def test_events_are_bounded_in_number_and_in_bytes(mailbox: Mailbox) -> None:
     assert not mailbox.has_room
     mailbox.take(0.0)
     assert mailbox.has_room
-    mailbox.deliver(PieceArrived(1, b"", bytes(MAX_PAYLOAD_BYTES)))
+    mailbox.deliver_piece(PieceArrived(1, b"", bytes(MAX_PAYLOAD_BYTES)))
     assert not mailbox.has_room
-    mailbox.take(0.0)
+    mailbox.next_piece()
     assert mailbox.has_room
+    for _ in range(MAX_EVENTS):
+        assert mailbox.has_room
+        mailbox.deliver_piece(PieceArrived(1, b"header", None))
+    assert not mailbox.has_room
+
+
+def test_pieces_wait_apart_and_only_the_first_of_them_is_told(mailbox: Mailbox) -> None:
+    first, second = PieceArrived(1, b"1", None), PieceArrived(1, b"2", b"payload")
+    mailbox.deliver_piece(first)
+    mailbox.deliver_piece(second)
+    mailbox.deliver(PeerLost(1))
+    assert mailbox.take(0.0) == [PieceWaiting(), PeerLost(1)]
+    assert [mailbox.next_piece(), mailbox.has_pieces, mailbox.next_piece()] == [first, True, second]
+    assert (mailbox.has_pieces, mailbox.next_piece()) == (False, None)
+    mailbox.deliver_piece(first)
+    assert mailbox.take(0.0) == [PieceWaiting()]
 
 
 def test_payload_that_found_no_room_is_told_when_there_is_some(mailbox: Mailbox) -> None:
@@ -102,6 +119,5 @@ def test_payload_that_lies_where_it_belongs_takes_no_room(mailbox: Mailbox) -> N
     mailbox.post([order])
     assert mailbox.payload_room == MAX_PAYLOAD_BYTES
     mailbox.payload_done(order)
-    mailbox.deliver(PieceArrived(1, b"header", None))
-    assert mailbox.take(0.0) == [PieceArrived(1, b"header", None)]
+    mailbox.deliver_piece(PieceArrived(1, b"header", None))
     assert mailbox.has_room

@@ -181,7 +181,7 @@ class ControlThread:
         for incarnation, connection in list(self._peers.items()):
             self._hear_peer(incarnation, connection)
         for peer, header, payload in self._data.receive(MAX_READ_BYTES):
-            self._mailbox.deliver(PieceArrived(peer, header, payload))
+            self._mailbox.deliver_piece(PieceArrived(peer, header, payload))
         for news in self._data.news():  # before whatever a peer says once it has our memory
             self._mailbox.deliver(news)
         for incarnation in self._listener.lost():

@@ -73,11 +73,16 @@ class PayloadSent:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceWaiting:
+    """A piece arrived when none was waiting: see `next_piece`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The process should end."""
 
 
-Event = FromGateway | FromPeer | PieceArrived | GatewayLost | PeerLost | MemoryShared | PeerExited | PayloadSent | Stop
+Event = FromGateway | FromPeer | PieceWaiting | GatewayLost | PeerLost | MemoryShared | PeerExited | PayloadSent | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,8 @@ def num_bytes(piece: PieceArrived | SendPayload) -> int:
 class Mailbox:
     """Events for the compute thread, orders for the control thread, both in order and bounded.
 
+    Pieces have a queue of their own: verifying them takes time, and what else was said must not wait for it.
+
     The control thread stops reading sockets while `has_room` is False; the compute thread packs no payload beyond
     `payload_room` bytes. Neither ever waits for the other except in `take`.
     """
@@ -127,6 +134,7 @@ class Mailbox:
     def __init__(self) -> None:
         """Starts empty."""
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._pieces: deque[PieceArrived] = deque()
         self._orders: deque[Order] = deque()
         self._lock = threading.Lock()
         self._bytes_in = 0
@@ -147,8 +155,20 @@ class Mailbox:
             while True:
                 taken.append(self._events.get_nowait())
         except queue.Empty:
-            self._count(bytes_in=-sum(num_bytes(event) for event in taken if isinstance(event, PieceArrived)))
             return taken
+
+    @property
+    def has_pieces(self) -> bool:
+        """True while `next_piece` has one. When that changes to True, `PieceWaiting` comes."""
+        return bool(self._pieces)
+
+    def next_piece(self) -> PieceArrived | None:
+        """The piece that has waited for longest."""
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
+        self._count(bytes_in=-num_bytes(piece))
+        return piece
 
     def post(self, orders: Iterable[Order]) -> None:
         """Hands orders to the control thread."""
@@ -172,13 +192,19 @@ class Mailbox:
     @property
     def has_room(self) -> bool:
         """False while the compute thread has more to take than it should."""
-        return self._events.qsize() < MAX_EVENTS and self._bytes_in < MAX_PAYLOAD_BYTES
+        num_waiting = max(self._events.qsize(), len(self._pieces))
+        return num_waiting < MAX_EVENTS and self._bytes_in < MAX_PAYLOAD_BYTES
 
     def deliver(self, event: Event) -> None:
         """Hands an event to the compute thread."""
-        if isinstance(event, PieceArrived):
-            self._count(bytes_in=num_bytes(event))
         self._events.put(event)
+
+    def deliver_piece(self, piece: PieceArrived) -> None:
+        """Hands a piece to the compute thread."""
+        self._count(bytes_in=num_bytes(piece))
+        self._pieces.append(piece)
+        if len(self._pieces) == 1:
+            self.deliver(PieceWaiting())
 
     def orders(self) -> list[Order]:
         """Takes all orders that are there."""

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.errors import InvalidRequest, RequestError, UnknownRequest
-from kvrelay.mailbox import Event, FromGateway, GatewayLost, Mailbox, PayloadSent, Stop, ToGateway
+from kvrelay.mailbox import (
+    Event,
+    FromGateway,
+    GatewayLost,
+    Mailbox,
+    PayloadSent,
+    PieceArrived,
+    PieceWaiting,
+    Stop,
+    ToGateway,
+)
 from kvrelay.messages import (
     Abort,
     AboutPrompt,
@@ -29,6 +39,7 @@ from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
 log = logging.getLogger(__name__)
 
 MAX_IDLE_S = 0.25
+MAX_STEP_BYTES = 8 * 2**20  # of payload, verified between two steps: a few milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,15 @@ class Worker(ABC):
             patience_s = 0.0 if batch else self._until_deadline()
 
     def take_messages(self, timeout_s: float) -> bool:
-        """Handles what came, waiting at most `timeout_s` for a first event. False when the worker should end."""
+        """Handles what came, waiting at most `timeout_s` for a first event. False when the worker should end.
+
+        Of KV that arrived it takes a bounded number of bytes, so that running sequences do not wait for long.
+        """
         for event in self._mailbox.take(timeout_s):
             self._handle(event)
+        room = MAX_STEP_BYTES
+        while room > 0 and (piece := self._mailbox.next_piece()):
+            room -= self.take_piece(piece)
         self.tick(self._clock())
         return not self._stopped
 
@@ -90,6 +107,10 @@ class Worker(ABC):
     @abstractmethod
     def handle(self, event: Event) -> None:
         """An event that is the role's own business."""
+
+    @abstractmethod
+    def take_piece(self, piece: PieceArrived) -> int:
+        """A piece of KV came. Returns how many bytes of payload were looked at, or some for the trouble."""
 
     @abstractmethod
     def abort(self, key: RequestKey) -> None:
@@ -200,7 +221,7 @@ class Worker(ABC):
                 self.drain()
             case GatewayLost(gateway):
                 self.abort_all(gateway)
-            case PayloadSent():
+            case PayloadSent() | PieceWaiting():
                 return
             case Stop():
                 self._stopped = True
@@ -227,6 +248,8 @@ class Worker(ABC):
         }
 
     def _until_deadline(self) -> float:
+        if self._mailbox.has_pieces:
+            return 0.0
         deadline = self.next_deadline()
         return MAX_IDLE_S if deadline is None else min(max(deadline - self._clock(), 0.0), MAX_IDLE_S)
 

@@ -227,6 +227,8 @@ class ReceivingNode(Node):
         """Once round the loop."""
         for event in self._mailbox.take(patience_s):
             self._do(self._hear(event))
+        while piece := self._mailbox.next_piece():
+            self._do(self._land(piece))
         now = time.monotonic()
         self._do(self._receiver.tick(now))
         self._do(self._receiver.grant(self.blocks.num_free, 16, now))
@@ -242,16 +244,14 @@ class ReceivingNode(Node):
                 return self._receiver.on_peer_lost(peer, now)
             case PeerExited(peer):
                 return self._receiver.on_peer_exited(peer, now)
-            case PieceArrived(peer, frame, payload):
-                return self._land(peer, frame, payload, now)
         return []
 
-    def _land(self, peer: int, frame: bytes, payload: bytes | memoryview | None, now: float) -> list[Action]:
-        header = unpack(frame)
-        place = self._receiver.accept(peer, header)
+    def _land(self, piece: PieceArrived) -> list[Action]:
+        header, now = unpack(piece.header), time.monotonic()
+        place = self._receiver.accept(piece.peer, header)
         if place is None:
             return []
-        if self._data.inlet.land(header, place, payload):
+        if self._data.inlet.land(header, place, piece.payload):
             return self._receiver.landed(header, now)
         return self._receiver.corrupt(header, now)
 
