@@ -11,6 +11,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.decode.scheduler import DecodeScheduler, StepToken
 from kvrelay.errors import Draining, RequestError, WireError
+from kvrelay.events import Event as RequestEvent
 from kvrelay.mailbox import Event, FromGateway, FromPeer, MemoryShared, PeerExited, PeerLost, PieceArrived, ToPeer
 from kvrelay.messages import (
     Abort,
@@ -20,6 +21,7 @@ from kvrelay.messages import (
     KVOffer,
     KVReleased,
     Ledger,
+    RequestEvents,
     TokenOutput,
     WorkerLoad,
 )
@@ -149,6 +151,10 @@ class DecodeWorker(Worker):
         load = self._scheduler.load.model_copy(update={"num_offers": self._receiver.num_waiting})
         return self._blocks.ledger, load, self._receiver.counters
 
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, nothing is granted, and every sender has let go."""
+        return not (self._scheduler.has_work or self._receiver.num_leases or self._receiver.num_revoked)
+
     # what follows
 
     def _begin(self, gateway: Incarnation, request: GenerateRequest) -> None:
@@ -180,6 +186,8 @@ class DecodeWorker(Worker):
         sequence = action.sequence
         self._scheduler.adopt(sequence)
         self._own(sequence.gateway, sequence.key)
+        ages_s = {RequestEvent.TRANSFER_BEGIN: self._clock() - action.begun_at, RequestEvent.TRANSFER_END: 0.0}
+        self.tell(sequence.gateway, RequestEvents(**self.about(sequence.gateway, sequence.key), ages_s=ages_s))
         self.tell(sequence.gateway, DecodeStarted(**self.about(sequence.gateway, sequence.key)))
         first = self._keep(StepToken(sequence, sequence.sample, 0, sequence.token_ids[-1], self._reason(sequence)))
         if first.finish_reason:  # the sender should have ended it itself; then nobody has told the gateway why

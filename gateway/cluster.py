@@ -7,7 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.messages import Peer, WorkerHello, WorkerLoad, WorkerStatus
+from kvrelay.messages import PairStatus, Peer, WorkerHello, WorkerLoad, WorkerStatus
 from kvrelay.types import Incarnation, Role
 
 _MAX_REMEMBERED_LOSSES = 16
@@ -233,7 +233,13 @@ class Cluster:
             "ledger": status and {**status.ledger.model_dump(), "conserved": status.ledger.conserved},
             "load": worker.load.model_dump(),
             "counters": dict(status.counters) if status else {},
+            "pairs": [self._describe_pair(pair) for pair in (status.pairs if status else ())],
         }
+
+    def _describe_pair(self, pair: PairStatus) -> dict[str, Any]:
+        receiver = self._workers.get(pair.receiver)
+        name = "" if receiver is None else receiver.hello.name
+        return {**pair.model_dump(mode="json"), "receiver": f"{pair.receiver:016x}", "receiver_name": name}
 
 
 def _pair(worker: Worker, other: Worker) -> tuple[Worker, Worker]:

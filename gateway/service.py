@@ -16,7 +16,7 @@ from kvrelay.gateway.flight import Submission
 from kvrelay.gateway.generation import Generation
 from kvrelay.gateway.metrics import ClusterCollector, Metrics
 from kvrelay.gateway.router import Router
-from kvrelay.messages import AnyMessage, DecodeStarted, GatewayHello, Message, WorkerHello, WorkerStatus
+from kvrelay.messages import AnyMessage, DecodeStarted, GatewayHello, Message, RequestEvents, WorkerHello, WorkerStatus
 from kvrelay.types import Incarnation, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Service:
                 self._on_status(message, now)
             case _:
                 self.cluster.on_heard(peer, now)
-                self._note_decode_begin(message, now)
+                self._note_events(message, now)
                 self._apply(self.fate.on_message(peer, message, now))
 
     def on_lost(self, workers: Iterable[Incarnation]) -> None:
@@ -208,9 +208,12 @@ class Service:
             self.router.on_lost(loss.incarnation)
             self._apply(self.fate.on_worker_lost(loss.incarnation))
 
-    def _note_decode_begin(self, message: AnyMessage, now: float) -> None:
-        if isinstance(message, DecodeStarted) and self.fate.owns(message.key):
-            self._generations[message.request_id].timeline.stamp(Event.DECODE_BEGIN, now)
+    def _note_events(self, message: AnyMessage, now: float) -> None:
+        if not isinstance(message, DecodeStarted | RequestEvents) or not self.fate.owns(message.key):
+            return
+        ages_s = message.ages_s if isinstance(message, RequestEvents) else {Event.DECODE_BEGIN: 0.0}
+        for event, age_s in ages_s.items():
+            self._generations[message.request_id].timeline.stamp(event, now - age_s)
 
     # what follows
 

@@ -3,12 +3,26 @@
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
 
 from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.errors import Draining, RequestError
+from kvrelay.events import Event as RequestEvent
 from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, PieceArrived, SendPayload, ToPeer
-from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, KVRepair, Ledger, PrefillRequest, WorkerLoad
+from kvrelay.messages import (
+    KVAck,
+    KVGrant,
+    KVRefusal,
+    KVReject,
+    KVRepair,
+    Ledger,
+    PairStatus,
+    PrefillRequest,
+    RequestEvents,
+    WorkerLoad,
+)
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
@@ -21,6 +35,16 @@ from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstToke
 from kvrelay.transfer.protocol.sender import KVSender
 from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, Sequence
 from kvrelay.worker import Worker, WorkerContext
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that is here, and when its first chunk began and its last one ended, in seconds of our clock."""
+
+    sequence: Sequence
+    request: PrefillRequest
+    begun_at: float = inf
+    ended_at: float = inf
 
 
 class PrefillWorker(Worker):
@@ -44,17 +68,19 @@ class PrefillWorker(Worker):
         self._sender = sender
         self._outlet = outlet
         self._lease_s = lease_s
-        self._requests: dict[RequestKey, tuple[Sequence, PrefillRequest]] = {}
+        self._prompts: dict[RequestKey, Prompt] = {}
 
     # the loop
 
     def schedule(self) -> Batch:
         """The next chunks; prompts that run or come next are offered to a decode worker."""
-        batch = self._scheduler.schedule()
+        batch, now = self._scheduler.schedule(), self._clock()
         for sequence in self._scheduler.to_offer():
-            _, request = self._requests[sequence.key]
-            self._do(self._sender.offer(sequence, request.candidates, request.num_samples, self._clock()))
+            request = self._prompts[sequence.key].request
+            self._do(self._sender.offer(sequence, request.candidates, request.num_samples, now))
         for item in batch.scheduled:
+            prompt = self._prompts[item.sequence.key]
+            prompt.begun_at = min(prompt.begun_at, now)
             if 0 < item.sequence.num_cached_tokens == item.sequence.num_computed_tokens:  # its first chunk
                 self._sender.found(item.sequence.key, item.sequence.num_cached_tokens)
         return batch
@@ -76,6 +102,7 @@ class PrefillWorker(Worker):
     def complete(self, batch: Batch, sampled: list[int | None]) -> None:
         """Prompts that are done: their KV goes to the end, or they end at their first token."""
         for sequence in self._scheduler.complete(batch, sampled):
+            self._prompts[sequence.key].ended_at = self._clock()
             if self._finish_reason(sequence) is None:
                 self._do(self._sender.commit(sequence.key, (sequence.token_ids[-1],), self._clock()))
             else:
@@ -121,12 +148,12 @@ class PrefillWorker(Worker):
         self._do(self._sender.abort(key, self._clock()))
         self._scheduler.abort(key)
         self._outputs.abort(key)
-        for known in [known for known in self._requests if key.covers(known)]:
-            del self._requests[known]
+        for known in [known for known in self._prompts if key.covers(known)]:
+            del self._prompts[known]
 
     def abort_all(self, gateway: Incarnation) -> None:
         """Drops what the gateway owned."""
-        for key in [key for key, (sequence, _) in self._requests.items() if sequence.gateway == gateway]:
+        for key in [key for key, prompt in self._prompts.items() if prompt.sequence.gateway == gateway]:
             self.abort(key)
 
     def distrust(self, sequence: Sequence) -> None:
@@ -137,10 +164,18 @@ class PrefillWorker(Worker):
         """For the heartbeat."""
         return self._blocks.ledger, self._scheduler.load, self._sender.counters
 
+    def pairs(self) -> tuple[PairStatus, ...]:
+        """For the heartbeat."""
+        return self._sender.pairs.status
+
+    def is_idle(self) -> bool:
+        """No prompt is here."""
+        return not self._prompts
+
     # what follows
 
     def _begin(self, gateway: Incarnation, request: PrefillRequest) -> None:
-        if request.key in self._requests:
+        if request.key in self._prompts:
             self._counters["duplicate_request"] += 1
             return
         try:
@@ -151,7 +186,7 @@ class PrefillWorker(Worker):
         except RequestError as error:
             self.fail(gateway, request.key, error.code, error.message)
         else:
-            self._requests[request.key] = (sequence, request)
+            self._prompts[request.key] = Prompt(sequence, request)
             self._outputs.open(request.key, request.num_samples)
 
     def _do(self, actions: Iterable[Action]) -> None:
@@ -162,7 +197,7 @@ class PrefillWorker(Worker):
                 case SendPiece():
                     self._send(action)
                 case FirstTokenDue(key):
-                    self._report_first(self._requests[key][0])
+                    self._report_first(self._prompts[key].sequence)
                 case HandedOver(key) | Dropped(key):
                     self._leave(key)
                 case Failed(key, gateway, code, message):
@@ -174,6 +209,9 @@ class PrefillWorker(Worker):
         self._mailbox.post([SendPayload(action.peer, header, payload, self._clock() + self._lease_s)])
 
     def _report_first(self, sequence: Sequence) -> None:
+        prompt, now = self._prompts[sequence.key], self._clock()
+        ages_s = {RequestEvent.PREFILL_BEGIN: now - prompt.begun_at, RequestEvent.PREFILL_END: now - prompt.ended_at}
+        self.tell(sequence.gateway, RequestEvents(**self.about(sequence.gateway, sequence.key), ages_s=ages_s))
         output = self.keep(sequence, 0, sequence.token_ids[-1], self._finish_reason(sequence))
         self.report([(sequence.gateway, output)])
 
@@ -189,7 +227,7 @@ class PrefillWorker(Worker):
     def _forget(self, key: RequestKey) -> None:
         """Frees the blocks, running or held."""
         self._scheduler.abort(key)
-        self._requests.pop(key, None)
+        self._prompts.pop(key, None)
 
 
 def run(settings: WorkerSettings) -> int:

@@ -75,6 +75,9 @@ class Pipe:
             raise WireError(self.fault)
         return self.is_ready
 
+    def agreed(self, incarnation: Incarnation) -> str:
+        return "pipe"
+
     def forget(self, incarnation: Incarnation) -> None:
         self.forgotten.append(incarnation)
 

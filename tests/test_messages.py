@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvrelay.errors import WireError
+from kvrelay.events import Event
 from kvrelay.messages import (
     Abort,
     AnyMessage,
@@ -37,6 +38,7 @@ from kvrelay.messages import (
     PrefillRequest,
     RefusalReason,
     RejectReason,
+    RequestEvents,
     RequestFailed,
     Resend,
     StepOutput,
@@ -97,6 +99,7 @@ MESSAGES: list[Message] = [
     KVReleased(source=1, lease_id=LEASE),
     KVGrant(**ABOUT, lease_id=LEASE, block_ids=(0, 5), block_size=16, held_blocks=1),
     KVRefusal(**ABOUT, reason=RefusalReason.QUEUE_FULL, message="Full."),
+    RequestEvents(**ABOUT, ages_s={Event.PREFILL_BEGIN: 0.5, Event.PREFILL_END: 0.25}),
     KVRepair(**ABOUT, lease_id=LEASE, runs=(BlockRun(2, 0, 3),)),
     KVAck(**ABOUT, lease_id=LEASE),
     KVReject(**ABOUT, reason=RejectReason.STALE),

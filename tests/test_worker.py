@@ -232,3 +232,22 @@ def test_stop_ends_the_loop(bench: Bench) -> None:
     bench.mailbox.deliver(Stop())
     bench.worker.loop()
     assert bench.mailbox.status is None  # nothing was run after the end
+
+
+def test_blocks_that_leak_are_reported_aloud_once_each_time(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    def look() -> int:
+        bench.worker._check_ledger(bench.worker._status().ledger)
+        return bench.worker._counters["ledger_violation"]
+
+    bench.loop(request(max_tokens=50), steps=2)
+    assert look() == 0, "a sequence runs, so blocks are in use"
+    bench.loop(Abort(**ABOUT), steps=1)
+    assert look() == 0
+    leaked = bench.blocks.allocate(2)
+    assert (look(), look()) == (1, 1)
+    assert [record.message for record in caplog.records if "KV blocks do not add up" in record.message] != []
+    bench.blocks.release(leaked)
+    assert look() == 1
+    bench.blocks._free.pop()
+    bench.worker._ledger_fault = False
+    assert look() == 2, "a block that is nowhere is a fault whatever runs"

@@ -69,6 +69,10 @@ class ShmTransport:
         connection = self._connections.get(incarnation)
         return connection is not None and connection.ready()
 
+    def agreed(self, incarnation: Incarnation) -> str:
+        """This one, for those that are connected."""
+        return NAME if incarnation in self._connections else ""
+
     def forget(self, incarnation: Incarnation) -> None:
         """Lets go of a peer's memory; whether it may still write to ours is another matter."""
         if (connection := self._connections.pop(incarnation, None)) is not None:

@@ -25,6 +25,7 @@ class Transports:
         self._own = Counter[str]()
         self._usable: dict[Incarnation, list[Transport]] = {}
         self._unsettled: dict[Incarnation, str] = {}  # names
+        self._taken_by: dict[Incarnation, str] = {}  # the transport of the newest piece
 
     @property
     def endpoints(self) -> dict[str, str]:
@@ -84,10 +85,16 @@ class Transports:
         self._settle(incarnation, usable[0])
         return True
 
+    def agreed(self, incarnation: Incarnation) -> str:
+        """The one that took the last piece for a peer; before the first, the best there is; none for a stranger."""
+        usable = self._usable.get(incarnation, [])
+        return self._taken_by.get(incarnation) or next((_name(each) for each in usable), "")
+
     def forget(self, incarnation: Incarnation) -> None:
         """Closes every connection to a process that is gone."""
         self._usable.pop(incarnation, None)
         self._unsettled.pop(incarnation, None)
+        self._taken_by.pop(incarnation, None)
         for each in self._all:
             each.forget(incarnation)
 
@@ -100,6 +107,7 @@ class Transports:
         usable = self._usable.get(peer.incarnation, [])
         for each in self._writing if payload is None else self._carrying:
             if each in usable:
+                self._taken_by[peer.incarnation] = _name(each)
                 return each.send(peer, header, payload)
         raise WireError(f"No transport is left for a piece to {peer.name}.")
 
@@ -118,6 +126,10 @@ class Transports:
 
     def _settle(self, incarnation: Incarnation, best: Transport) -> None:
         if (name := self._unsettled.pop(incarnation, None)) is not None:
-            transport = next(iter(best.endpoints))
+            transport = _name(best)
             self._own[f"{transport}_agreed"] += 1
             log.info("KV goes to %s over %s.", name, transport)
+
+
+def _name(transport: Transport) -> str:
+    return next(iter(transport.endpoints))

@@ -117,6 +117,10 @@ class UcxTransport:
         connection = self._connections.get(incarnation)
         return connection is not None and connection.ready()
 
+    def agreed(self, incarnation: Incarnation) -> str:
+        """This one, for those that are connected."""
+        return NAME if incarnation in self._connections else ""
+
     def forget(self, incarnation: Incarnation) -> None:
         """Closes the connection to a process that is gone, dropping what was not sent."""
         if (connection := self._connections.pop(incarnation, None)) is not None:

@@ -85,6 +85,10 @@ class ZmqTransport:
         """At once: what is sent before the connection is up would block."""
         return incarnation in self._dealers
 
+    def agreed(self, incarnation: Incarnation) -> str:
+        """This one, for those that are connected."""
+        return NAME if incarnation in self._dealers else ""
+
     def forget(self, incarnation: Incarnation) -> None:
         """Closes the connection to a process that is gone, dropping what was not sent."""
         self._blocked.discard(incarnation)

@@ -27,7 +27,7 @@ from kvrelay.mailbox import (
     ToGateway,
     ToPeer,
 )
-from kvrelay.messages import AnyMessage, GatewayHello, KVCommit, KVOffer, Message, Peer, WorkerHello
+from kvrelay.messages import AnyMessage, GatewayHello, KVCommit, KVOffer, Message, PairStatus, Peer, WorkerHello
 from kvrelay.transport import Transport
 from kvrelay.types import Incarnation
 
@@ -119,6 +119,7 @@ class ControlThread:
         self._peers: dict[Incarnation, Connection] = {}
         self._used_at: dict[Incarnation, float] = {}
         self._connecting: dict[Incarnation, float] = {}  # since when
+        self._transport_of: dict[Incarnation, str] = {}
         self._unsaid: dict[Incarnation, list[Message]] = {}
         self._unsent: dict[Incarnation, deque[SendPayload]] = {}
         self._stopping = False
@@ -291,7 +292,14 @@ class ControlThread:
         if (status := self._mailbox.status) is not None:
             counters = Counter(status.counters) + self._listener.counters + self._data.counters
             for link in self._links:
-                link.send(status.model_copy(update={"counters": dict(counters)}))
+                link.send(status.model_copy(update={"counters": dict(counters), "pairs": self._named(status.pairs)}))
+
+    def _named(self, pairs: tuple[PairStatus, ...]) -> tuple[PairStatus, ...]:
+        """With the transports that were agreed on, also where the connection is closed by now."""
+        self._transport_of |= {peer: self._data.agreed(peer) for peer in self._peers if peer not in self._unsaid}
+        named = {pair.receiver: self._transport_of.get(pair.receiver, "") for pair in pairs}
+        self._transport_of = named
+        return tuple(pair.model_copy(update={"transport": named[pair.receiver]}) for pair in pairs)
 
     def _tidy(self, now: float) -> None:
         """Closes connections that nobody used for long, or that never came up."""

@@ -85,5 +85,9 @@ class RequestTimeline:
         """From arrival to the end, whichever it was."""
         return self._between(Event.ARRIVED, self.stamps[self.ended] if self.ended else None)
 
+    def between(self, start: Event, end: Event) -> float | None:
+        """Seconds from one event to another, both of which may have happened at workers; None until both did."""
+        return self._between(start, self.stamps.get(end)) if start in self.stamps else None
+
     def _between(self, start: Event, end: float | None) -> float | None:
         return None if end is None else end - self.stamps[start]

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 
 from kvrelay.errors import WireError
+from kvrelay.events import Event
 from kvrelay.types import FinishReason, Incarnation, KVLayout, RequestKey, Role, SamplingParams, TokenId
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -23,6 +24,7 @@ DIGEST_BYTES = 16  # hexadecimal digits
 CacheSalt = Annotated[str, Field(max_length=256)]
 MAX_LISTED_ERRORS = 100
 MAX_REPAIRS = 256
+MAX_PAIRS = 256
 MAX_QUOTED = 200  # letters of what a peer sent that are repeated in a log
 
 # The first item that is wrong ends a list: noting what is wrong with each of a million takes minutes and gigabytes.
@@ -31,6 +33,9 @@ TokenIds = Annotated[tuple[TokenId, ...], FailFast()]
 
 
 DataEndpoints = Annotated[dict[Name, Name], Field(min_length=1, max_length=8)]  # by the transport's name
+
+
+WorkerEvent = Literal[Event.PREFILL_BEGIN, Event.PREFILL_END, Event.TRANSFER_BEGIN, Event.TRANSFER_END]
 
 
 class LeaseId(NamedTuple):
@@ -168,6 +173,25 @@ class WorkerHello(Message):
     host: Name
 
 
+class PairStatus(Wire):
+    """What a sender of KV knows of its hand-overs to one receiver; all but the first two only grow.
+
+    `transfer_s` is from the first piece to the Ack, `grant_wait_s` from an Offer to its Grant, each summed over all.
+    `num_damaged` of the pieces that were asked for once more, or for the second time, had a wrong digest.
+    """
+
+    receiver: Incarnation
+    transport: str = Field(default="", max_length=256)  # agreed on; empty before
+    num_handovers: Count = 0
+    num_bytes: Count = 0
+    num_grants: Count = 0
+    num_refusals: Count = 0
+    num_repairs: Count = 0
+    num_damaged: Count = 0
+    transfer_s: float = Field(default=0.0, ge=0)
+    grant_wait_s: float = Field(default=0.0, ge=0)
+
+
 class WorkerStatus(Message):
     """A worker's heartbeat. `counters` only grow: what was dropped, refused, repeated, and how often."""
 
@@ -176,6 +200,7 @@ class WorkerStatus(Message):
     load: WorkerLoad
     draining: bool = False
     counters: dict[Name, Count] = Field(default={}, max_length=256)
+    pairs: Annotated[tuple[PairStatus, ...], FailFast()] = Field(default=(), max_length=MAX_PAIRS)
 
 
 class StepOutput(Message):
@@ -183,6 +208,13 @@ class StepOutput(Message):
 
     kind: Literal["step_output"] = "step_output"
     outputs: Annotated[tuple[TokenOutput, ...], FailFast()]
+
+
+class RequestEvents(AboutRequest):
+    """What happened to an attempt at a worker, each so many seconds before this was said."""
+
+    kind: Literal["request_events"] = "request_events"
+    ages_s: dict[WorkerEvent, Annotated[float, Field(ge=0)]] = Field(min_length=1)
 
 
 class DecodeStarted(AboutRequest):
@@ -328,11 +360,13 @@ class KVRepair(AboutRequest):
 
     `runs` are all that were ever asked for under this lease, so that a lost message is made up for by the next. From
     this message on the sender may write again, until a Commit says that it has sent as many runs as were asked for.
+    `num_damaged` of the runs had a wrong digest; the others are missing.
     """
 
     kind: Literal["kv_repair"] = "kv_repair"
     lease_id: LeaseId
     runs: Annotated[tuple[BlockRun, ...], FailFast()] = Field(min_length=1, max_length=MAX_REPAIRS)
+    num_damaged: Count = 0
 
 
 class KVAck(AboutRequest):
@@ -358,6 +392,7 @@ AnyMessage = Annotated[
     WorkerHello
     | WorkerStatus
     | StepOutput
+    | RequestEvents
     | DecodeStarted
     | RequestFailed
     | GatewayHello

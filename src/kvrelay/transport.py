@@ -62,6 +62,10 @@ class Transport(Protocol):
         """
         ...
 
+    def agreed(self, incarnation: Incarnation) -> str:
+        """The name of the transport that payload goes to a peer by, once `ready`."""
+        ...
+
     def forget(self, incarnation: Incarnation) -> None:
         """Closes the connection to a process that is gone; what was not sent is dropped. Unknown ones are fine."""
         ...

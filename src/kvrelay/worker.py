@@ -26,6 +26,7 @@ from kvrelay.messages import (
     Ledger,
     Message,
     OutputAck,
+    PairStatus,
     RequestFailed,
     Resend,
     StepOutput,
@@ -68,6 +69,7 @@ class Worker(ABC):
         self._clock = context.clock
         self._counters: Counter[str] = Counter()
         self._draining = False
+        self._ledger_fault = False
         self._stopped = False
 
     def loop(self) -> None:
@@ -77,6 +79,8 @@ class Worker(ABC):
             batch = self.schedule()
             self.complete(batch, self._try_compute(batch))
             self._mailbox.status = self._status()
+            if not batch:
+                self._check_ledger(self._mailbox.status.ledger)
             patience_s = 0.0 if batch else self._until_deadline()
 
     def take_messages(self, timeout_s: float) -> bool:
@@ -139,6 +143,14 @@ class Worker(ABC):
     @abstractmethod
     def load(self) -> tuple[Ledger, WorkerLoad, Counter[str]]:
         """For the heartbeat: blocks, work, and the role's own counters."""
+
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """True when no block should be in use, by anybody."""
+
+    def pairs(self) -> tuple[PairStatus, ...]:
+        """For the heartbeat: hand-overs by receiver."""
+        return ()
 
     def tell(self, gateway: Incarnation, message: Message) -> None:
         """Says something to a gateway."""
@@ -261,4 +273,13 @@ class Worker(ABC):
             load=load,
             draining=self._draining,
             counters=dict(self._counters + counters),
+            pairs=self.pairs(),
         )
+
+    def _check_ledger(self, ledger: Ledger) -> None:
+        """Says it aloud, once each time, when blocks are lost or counted twice, or in use though nothing is there."""
+        fault = not ledger.conserved or (self.is_idle() and bool(ledger.leased or ledger.revoked))
+        if fault and not self._ledger_fault:
+            self._counters["ledger_violation"] += 1
+            log.error("KV blocks do not add up: %s. Restart this worker, and report this.", ledger)
+        self._ledger_fault = fault

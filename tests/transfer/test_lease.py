@@ -41,7 +41,7 @@ def test_it_is_whole_when_every_layer_has_what_was_not_held() -> None:
     for layer in range(LAYOUT.num_layers):
         assert not lease.is_whole
         lease.accept(piece(layer, 2, 1))
-        lease.land(piece(layer, 2, 1))
+        lease.land(piece(layer, 2, 1), 0.0)
     assert lease.is_whole
 
 

@@ -227,7 +227,7 @@ def test_the_same_question_is_answered_once(sender: KVSender) -> None:
     asks(sender, BlockRun(0, 1, 2), BlockRun(1, 0, 1))
     actions = push(sender)
     assert (sent(actions), commits(actions)) == ([(1, 0, 1)], [2])
-    assert sender.counters["repaired_pieces"] == 2
+    assert sender.pairs.of(D).num_repairs == 2
 
 
 def test_a_commit_that_is_repeated_meanwhile_does_not_say_that_it_was_done(sender: KVSender) -> None:

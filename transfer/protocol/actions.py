@@ -73,11 +73,13 @@ class Dropped:
 class Adopt:
     """Receiver: the KV is whole and intact. The sequence, and with it the blocks of its table, is the scheduler's.
 
-    The worker tells the gateway DecodeStarted. `peer` is the sender's incarnation.
+    The worker tells the gateway DecodeStarted. `peer` is the sender's incarnation; the KV began to come at `begun_at`,
+    in seconds of the receiver's clock.
     """
 
     sequence: Sequence
     peer: int
+    begun_at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 
 from kvrelay.messages import BlockRun, KVCommit, KVGrant, KVOffer, Peer, RefusalReason
 from kvrelay.transfer.protocol.actions import SendPiece
@@ -30,12 +31,15 @@ class Handover:
     deadline: float
     written: list[int]
     sent: list[int]
+    asked_at: float = 0.0  # when this peer was offered it first
+    begun_at: float = inf  # when the first piece went
     phase: Phase = Phase.OFFERED
     grant: KVGrant | None = None  # the lease held, from GRANTED on
     block_ids: tuple[int, ...] = ()  # local blocks, fixed when the first layer is written
     first_token_ids: tuple[int, ...] = ()  # known once the whole prompt is computed
     first_token_told: bool = False
     num_asked: int = 0  # runs that the receiver wants once more under this lease
+    num_damaged: int = 0  # of them
     repairs: deque[BlockRun] = field(default_factory=deque)  # those of them that are not sent yet
     commit_again: bool = False  # when those are sent
     resend_at: float = 0.0
@@ -89,7 +93,7 @@ class Handover:
         self.phase, self.grant = Phase.GRANTED, grant
         self.sent = [grant.held_blocks * grant.block_size // block_size] * len(self.sent)
         self.repairs.clear()
-        self.num_asked, self.commit_again = 0, False
+        self.num_asked, self.num_damaged, self.commit_again = 0, 0, False
 
     def repair(self, runs: tuple[BlockRun, ...]) -> bool:
         """The receiver wants `runs` once more; those it named before are known. False: there are no such blocks.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.messages import MAX_REPAIRS, BlockRun, KVGrant, KVOffer, KVRepair, LeaseId
@@ -52,8 +53,10 @@ class Lease:
     cached_tokens: int = 0  # and so is this
     accepted: list[int] = field(default_factory=list)  # per layer
     landed: list[int] = field(default_factory=list)  # per layer
+    begun_at: float = inf  # when the first piece had landed, receiver's clock
     asked: list[int] = field(default_factory=list)  # per layer, all of `repairs`
     repairs: list[BlockRun] = field(default_factory=list)
+    num_damaged: int = 0  # of them
     num_repaired: int = 0
     landed_at_commit: int = -1  # blocks, when the newest Commit came
 
@@ -118,8 +121,9 @@ class Lease:
         past = -(-end * header.block_size // self.block_size)
         return Place(self.block_ids[first:past], offset, is_end=end == self.num_sent)
 
-    def land(self, header: PieceHeader) -> None:
+    def land(self, header: PieceHeader, now: float) -> None:
         """Marks an accepted piece as written and verified; one that was not accepted changes nothing."""
+        self.begun_at = min(self.begun_at, now)
         self.landed[header.layer] |= header.block_mask & self.accepted[header.layer]
 
     def ask_again(self, runs: list[BlockRun]) -> bool:
@@ -155,6 +159,7 @@ class Lease:
             attempt=self.key.attempt,
             lease_id=self.lease_id,
             runs=tuple(self.repairs),
+            num_damaged=self.num_damaged,
         )
 
     def grant(self, incarnation: int) -> KVGrant:

@@ -95,6 +95,11 @@ class KVReceiver:
         return len(self._leases)
 
     @property
+    def num_revoked(self) -> int:
+        """Leases that ended and whose sender may still write."""
+        return len(self._leases.revoked)
+
+    @property
     def num_uncommitted_blocks(self) -> int:
         """Blocks under those leases that were nobody's when they were granted."""
         return self._leases.num_blocks
@@ -212,7 +217,7 @@ class KVReceiver:
         if lease is None or lease.sender != header.sender:
             self.counters["piece_stale_lease"] += 1
             return actions
-        lease.land(header)
+        lease.land(header, now)
         return actions + self._adopt_if_whole(lease, now)
 
     def corrupt(self, header: PieceHeader, now: float) -> list[Action]:
@@ -223,6 +228,7 @@ class KVReceiver:
         if lease is None or lease.sender != header.sender:
             return actions
         if lease.ask_again([BlockRun(header.layer, header.first_block, header.num_blocks)]):
+            lease.num_damaged += 1
             return actions + self._ask_to_repair(lease)
         sentence = f"Layer {header.layer} of the prompt's KV arrived damaged at the decode worker more than once."
         return actions + self._fail(lease, RejectReason.CORRUPT, sentence, now)
@@ -313,7 +319,11 @@ class KVReceiver:
             return []
         self._leases.adopt(lease)
         self._history.note(lease, None, now)
-        return [Adopt(lease.sequence(), lease.sender), self._answers.ack(lease.sender, lease.key, lease.lease_id)]
+        begun_at = min(lease.begun_at, now)
+        return [
+            Adopt(lease.sequence(), lease.sender, begun_at),
+            self._answers.ack(lease.sender, lease.key, lease.lease_id),
+        ]
 
     def _abort(self, key: RequestKey, now: float, told_by: int | None) -> list[Action]:
         """`told_by` is the sender that wants it; None when the sender has to be told."""

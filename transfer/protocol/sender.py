@@ -39,6 +39,7 @@ from kvrelay.messages import (
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send
 from kvrelay.transfer.protocol.handover import Handover, Phase
 from kvrelay.transfer.protocol.memory import Remembered
+from kvrelay.transfer.protocol.pairs import Pairs
 from kvrelay.transfer.protocol.refusals import fault_of_deadline, fault_of_grant, fault_of_refusals
 from kvrelay.types import KVLayout, RequestKey, Sequence
 
@@ -47,7 +48,10 @@ _MAX_BACKOFF = 8
 
 
 class KVSender:
-    """All hand-overs that leave this process. `counters` says what was dropped or repeated, and how often."""
+    """All hand-overs that leave this process.
+
+    `counters` says what was dropped or repeated, and how often, `pairs` what was sent to whom.
+    """
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class KVSender:
             raise ValueError(f"A lease of {lease_s} s must be longer than the margin of {margin_s} s; raise --lease-s.")
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
+        self.pairs = Pairs()
         self._layout = layout
         self._fingerprint = fingerprint
         self._lease_s = lease_s
@@ -108,6 +113,7 @@ class KVSender:
             deadline=now + self._lease_s - self._margin_s,
             written=[0] * self._layout.num_layers,
             sent=[0] * self._layout.num_layers,
+            asked_at=now,
         )
         self._handovers[sequence.key] = handover
         for peer in candidates:
@@ -180,7 +186,7 @@ class KVSender:
             case KVRepair():
                 return actions + self._on_repair(peer, handover, message)
             case KVAck():
-                return actions + self._on_ack(peer, handover, message)
+                return actions + self._on_ack(peer, handover, message, now)
             case KVReject():
                 return actions + self._on_reject(peer, handover, message, now)
 
@@ -197,12 +203,16 @@ class KVSender:
             handover.refusals.append((RefusalReason.INCOMPATIBLE, fault))
             return self._release(peer, grant.lease_id) + self._ask_next(handover, now)
         handover.hold(grant, self._layout.block_size)
+        pair = self.pairs.of(peer)
+        pair.num_grants += 1
+        pair.grant_wait_s += now - handover.asked_at
         return self._first_token(handover)
 
     def _on_refusal(self, peer: int, handover: Handover | None, refusal: KVRefusal, now: float) -> list[Action]:
         if handover is None or handover.peer.incarnation != peer or handover.phase is not Phase.OFFERED:
             return self._ignore("late_refusal")
         handover.refusals.append((refusal.reason, refusal.message))
+        self.pairs.of(peer).num_refusals += 1
         return self._ask_next(handover, now)
 
     def _on_repair(self, peer: int, handover: Handover | None, repair: KVRepair) -> list[Action]:
@@ -211,13 +221,19 @@ class KVSender:
         num_asked = handover.num_asked
         if not handover.repair(repair.runs):
             return self._ignore("malformed_repair")
-        self.counters["repaired_pieces"] += handover.num_asked - num_asked
+        pair = self.pairs.of(peer)
+        pair.num_repairs += handover.num_asked - num_asked
+        pair.num_damaged += max(0, repair.num_damaged - handover.num_damaged)
+        handover.num_damaged = max(handover.num_damaged, repair.num_damaged)
         return []
 
-    def _on_ack(self, peer: int, handover: Handover | None, ack: KVAck) -> list[Action]:
+    def _on_ack(self, peer: int, handover: Handover | None, ack: KVAck, now: float) -> list[Action]:
         if handover is None or handover.phase is not Phase.COMMITTED or not self._holds(handover, peer, ack.lease_id):
             return self._ignore("late_ack")
         del self._handovers[handover.key]
+        pair = self.pairs.of(peer)
+        pair.num_handovers += 1
+        pair.transfer_s += now - min(handover.begun_at, now)
         return [HandedOver(handover.key)]
 
     def _on_reject(self, peer: int, handover: Handover | None, reject: KVReject, now: float) -> list[Action]:
@@ -232,6 +248,8 @@ class KVSender:
         return self._release(peer, lease_id) + actions
 
     def _end_rejected(self, handover: Handover, reject: KVReject, now: float) -> list[Action]:
+        if reject.reason is RejectReason.CORRUPT:
+            self.pairs.of(handover.peer.incarnation).num_damaged += 1
         if handover.phase is Phase.COMMITTED or reject.reason in (RejectReason.ABORTED, RejectReason.CORRUPT):
             return [self._drop(handover)]
         handover.refusals.append((None, f"{handover.peer.name} let the hand-over go: {reject.reason}."))
@@ -275,6 +293,8 @@ class KVSender:
                 if piece is None:
                     break
                 budget -= piece.header.num_blocks
+                handover.begun_at = min(handover.begun_at, now)
+                self.pairs.of(handover.peer.incarnation).num_bytes += piece.header.payload_bytes
                 actions.append(piece)
             if handover.is_through:
                 handover.phase, handover.num_sends, handover.commit_again = Phase.COMMITTED, 0, False
@@ -320,7 +340,7 @@ class KVSender:
         handover.phase, handover.grant, handover.num_sends = Phase.OFFERED, None, 0
         if not handover.candidates:
             return [self._fail(handover, *fault_of_refusals(handover))]
-        handover.peer = handover.candidates.popleft()
+        handover.peer, handover.asked_at = handover.candidates.popleft(), now
         return [self._say_again(handover, now)]
 
     def _end_overdue(self, now: float) -> list[Action]:
