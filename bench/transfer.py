@@ -4,8 +4,12 @@ Two processes, the real state machines, transports and control threads, and no m
 """
 
 import argparse
+import json
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,20 +26,25 @@ SHAPES = {
 TRANSPORTS = ("zmq", "ucx", "shm")
 TOKENS = (128, 1024, 8192, 32768)
 WARM_UPS = 2
+NIXL_S = 300.0
+# Each as a user gets it, and with the digests that KVRelay always makes; UCX takes the shortest way, or TCP alone.
+NIXL = {"nixl": (False, ""), "nixl+digest": (True, ""), "nixl tcp": (False, "tcp"), "nixl tcp+digest": (True, "tcp")}
 
 
 def main() -> None:
     """Measures all in one run, prints a table and writes it with the settings."""
     options = _arguments()
     rows = [
-        _measure(shape, transport, num_tokens, options.rounds)
+        row
         for shape in options.shape
         for num_tokens in options.tokens
-        for transport in options.transport
         if _fits(SHAPES[shape], num_tokens)
+        for row in _rows(shape, num_tokens, options)
     ]
     show("Hand-over of a computed prompt, offer to acknowledgement", rows)
-    write_json(options.json, rows, {**vars(options), "json": str(options.json)})
+    if options.nixl_python is None:
+        sys.stdout.write("Without rows of NIXL: --nixl-python names a Python that has it.\n")
+    write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})
 
 
 def _arguments() -> argparse.Namespace:
@@ -44,27 +53,57 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of the prompt")
     parser.add_argument("--rounds", type=int, default=7, help="hand-overs of each kind; the median counts")
+    parser.add_argument("--nixl-python", type=Path, help="a Python with nixl, and xxhash for its rows with digests")
     parser.add_argument("--json", type=Path, default=Path("out/transfer.json"), help="where the figures go")
     return parser.parse_args()
 
 
-def _measure(shape: str, transport: str, num_tokens: int, rounds: int) -> dict[str, Any]:
+def _rows(shape: str, num_tokens: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     layout = SHAPES[shape]
     num_blocks = layout.num_blocks(num_tokens)
     num_bytes = num_blocks * layout.block_bytes * layout.num_layers
-    limit_s = _limit(transport, layout, num_blocks, rounds)
-    seconds = _hand_over(transport, layout, num_tokens, rounds)
-    return {
-        "shape": shape,
-        "tokens": num_tokens,
-        "MiB": num_bytes / 2**20,
-        "transport": transport,
-        "ms": 1000 * seconds,
-        "GB/s": num_bytes / seconds / 1e9,
-        "limit ms": 1000 * limit_s,
-        "limit GB/s": num_bytes / limit_s / 1e9,
-        "% of limit": 100 * limit_s / seconds,
+    about = {"shape": shape, "tokens": num_tokens, "MiB": num_bytes / 2**20}
+    for transport in options.transport:
+        limit_s = _limit(transport, layout, num_blocks, options.rounds)
+        seconds = _hand_over(transport, layout, num_tokens, options.rounds)
+        yield {**about, **_figures(transport, num_bytes, seconds), **_beside(limit_s, seconds)}
+    for name in NIXL if options.nixl_python else ():
+        seconds = _nixl(options.nixl_python, name, layout, num_blocks, options.rounds)
+        yield {**about, **_figures(name, num_bytes, seconds), **dict.fromkeys(_beside(1.0, 1.0), "")}
+
+
+def _figures(transport: str, num_bytes: int, seconds: float) -> dict[str, Any]:
+    return {"transport": transport, "ms": 1000 * seconds, "GB/s": num_bytes / seconds / 1e9}
+
+
+def _beside(limit_s: float, seconds: float) -> dict[str, Any]:
+    return {"limit ms": 1000 * limit_s, "% of limit": 100 * limit_s / seconds}
+
+
+def _nixl(python: Path, name: str, layout: KVLayout, num_blocks: int, rounds: int) -> float:
+    """Median seconds of a hand-over by NIXL, in a process of another Python.
+
+    Raises:
+        CalledProcessError: it cannot run NIXL, or not this.
+        TimeoutExpired: NIXL hangs.
+    """
+    digest, tls = NIXL[name]
+    job = {
+        "layers": layout.num_layers,
+        "block_bytes": layout.block_bytes,
+        "num_blocks": num_blocks,
+        "piece_blocks": max(1, transfer_limit.PIECE_BYTES // layout.block_bytes),
+        "rounds": WARM_UPS + rounds,
+        "digest": digest,
     }
+    script = Path(__file__).with_name("transfer_nixl.py")
+    environment = {**os.environ, **({"UCX_TLS": tls} if tls else {})}
+    command = [str(python), str(script), json.dumps(job)]
+    result = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=NIXL_S, check=True
+    )
+    seconds: list[float] = json.loads(result.stdout.splitlines()[-1])
+    return statistics.median(seconds[WARM_UPS:])
 
 
 def _hand_over(transport: str, layout: KVLayout, num_tokens: int, rounds: int) -> float:

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection as Pipe
 
 import zmq
@@ -28,6 +28,7 @@ from kvrelay.messages import (
 )
 from kvrelay.process import new_incarnation
 from kvrelay.transfer.data_plane import open_data_plane
+from kvrelay.transfer.ports import MAX_TAKEN_BYTES
 from kvrelay.transfer.protocol.actions import Action, Adopt, HandedOver, Send, SendPiece
 from kvrelay.transfer.protocol.piece import unpack
 from kvrelay.transfer.protocol.receiver import KVReceiver
@@ -81,12 +82,15 @@ class Node:
 
     def post(self, actions: Iterable[Action]) -> None:
         """Messages and pieces go where they should; the rest is the caller's."""
+        self.mailbox.post(self._orders(actions))
+
+    def _orders(self, actions: Iterable[Action]) -> Iterator[ToPeer | SendPayload]:
         for action in actions:
             if isinstance(action, Send):
-                self.mailbox.post([ToPeer(action.peer, action.message)])
+                yield ToPeer(action.peer, action.message)
             elif isinstance(action, SendPiece):
                 header, payload = self.data.outlet.take(action)
-                self.mailbox.post([SendPayload(action.peer, header, payload, time.monotonic() + LEASE_S)])
+                yield SendPayload(action.peer, header, payload, time.monotonic() + LEASE_S)
 
     def _hello(self) -> WorkerHello:
         return WorkerHello(
@@ -140,7 +144,7 @@ class SendingNode(Node):
         for event in self.mailbox.take(patience_s):
             done = self._hear(event) or done
         if self._sender.has_pending and (room := self.mailbox.payload_room):
-            self.post(self._sender.next_pieces(room, time.monotonic()))
+            self.post(self._sender.next_pieces(min(room, MAX_TAKEN_BYTES), time.monotonic()))
         return done
 
     def _hear(self, event: Event) -> bool:

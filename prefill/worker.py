@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
@@ -10,7 +10,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.config import WorkerSettings
 from kvrelay.errors import Draining, RequestError
 from kvrelay.events import Event as RequestEvent
-from kvrelay.mailbox import Event, FromGateway, FromPeer, PeerLost, PieceArrived, SendPayload, ToPeer
+from kvrelay.mailbox import Event, FromGateway, FromPeer, Order, PeerLost, PieceArrived, SendPayload, ToPeer
 from kvrelay.messages import (
     KVAck,
     KVGrant,
@@ -30,7 +30,7 @@ from kvrelay.prefill.scheduler import PrefillScheduler
 from kvrelay.prefixes import Prefixes
 from kvrelay.process import WorkerProcess, new_incarnation
 from kvrelay.transfer.data_plane import open_data_plane
-from kvrelay.transfer.ports import Outlet
+from kvrelay.transfer.ports import MAX_TAKEN_BYTES, Outlet
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send, SendPiece
 from kvrelay.transfer.protocol.sender import KVSender
 from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, Sequence
@@ -134,10 +134,12 @@ class PrefillWorker(Worker):
         self._outputs.expire(now)
         self._do(self._sender.tick(now))
         if self._sender.has_pending and (room := self._mailbox.payload_room):
-            self._do(self._sender.next_pieces(room, now))
+            self._do(self._sender.next_pieces(min(room, MAX_TAKEN_BYTES), now))
 
     def next_deadline(self) -> float | None:
-        """The sender's."""
+        """The sender's; at once while there is something to send and room for it."""
+        if self._sender.has_pending and self._mailbox.payload_room:
+            return self._clock()
         return self._sender.next_deadline()
 
     def drain(self) -> None:
@@ -190,12 +192,16 @@ class PrefillWorker(Worker):
             self._outputs.open(request.key, request.num_samples)
 
     def _do(self, actions: Iterable[Action]) -> None:
+        self._mailbox.post(self._orders(actions))
+
+    def _orders(self, actions: Iterable[Action]) -> Iterator[Order]:
+        """What is to be said and sent; the rest is done on the way."""
         for action in actions:
             match action:
                 case Send(peer, message):
-                    self._mailbox.post([ToPeer(peer, message)])
-                case SendPiece():
-                    self._send(action)
+                    yield ToPeer(peer, message)
+                case SendPiece(peer):
+                    yield SendPayload(peer, *self._outlet.take(action), self._clock() + self._lease_s)
                 case FirstTokenDue(key):
                     self._report_first(self._prompts[key].sequence)
                 case HandedOver(key) | Dropped(key):
@@ -203,10 +209,6 @@ class PrefillWorker(Worker):
                 case Failed(key, gateway, code, message):
                     self._leave(key)
                     self.fail(gateway, key, code, message)
-
-    def _send(self, action: SendPiece) -> None:
-        header, payload = self._outlet.take(action)
-        self._mailbox.post([SendPayload(action.peer, header, payload, self._clock() + self._lease_s)])
 
     def _report_first(self, sequence: Sequence) -> None:
         prompt, now = self._prompts[sequence.key], self._clock()

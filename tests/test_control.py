@@ -1,5 +1,6 @@
 """The control thread over real sockets: registration, loss of a gateway or peer, heartbeats, payload that waits."""
 
+import socket
 import threading
 import time
 from collections import Counter
@@ -21,6 +22,8 @@ from kvrelay.mailbox import (
     MemoryShared,
     PeerExited,
     PeerLost,
+    PieceArrived,
+    PieceWaiting,
     SendPayload,
     ToGateway,
     ToPeer,
@@ -37,7 +40,7 @@ from kvrelay.messages import (
     WorkerLoad,
     WorkerStatus,
 )
-from kvrelay.transport import Arrived, Pollable
+from kvrelay.transport import MAX_HEADERS, Arrived, Pollable
 from kvrelay.types import Incarnation, KVLayout, Role
 
 WORKER, GATEWAY, PEER = 1, 2, 3
@@ -59,10 +62,13 @@ class Pipe:
     fault: str = ""
     told: list[MemoryShared | PeerExited] = field(default_factory=list)
     sent: list[bytes | None] = field(default_factory=list)
+    headers: list[bytes] = field(default_factory=list)
     forgotten: list[Incarnation] = field(default_factory=list)
+    source: list[Pollable] = field(default_factory=list)  # readable while there is something to receive
+    arrived: list[Arrived] = field(default_factory=list)
 
     def sockets(self) -> list[Pollable]:
-        return []
+        return self.source
 
     def blocked(self) -> list[Pollable]:
         return []
@@ -86,10 +92,12 @@ class Pipe:
             raise WireError(self.fault)
         if self.reads:
             self.sent.append(payload)
+            self.headers.append(header)
         return self.reads
 
     def receive(self, max_bytes: int) -> list[Arrived]:
-        return []
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def news(self) -> list[MemoryShared | PeerExited]:
         told, self.told = self.told, []
@@ -272,6 +280,29 @@ def test_payload_waits_for_a_slow_receiver_and_is_dropped_with_its_lease(world: 
     assert world.pipe.sent == [b"new"]
 
 
+def test_headers_of_pieces_that_are_there_already_go_together_and_without_those_whose_lease_ended(world: World) -> None:
+    peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoints={"zmq": "tcp://h:2"})
+    now = time.monotonic()
+    deadlines = [now + 1000, now - 1, now + 1000]
+    written = [SendPayload(peer, b"%d" % i, None, deadline) for i, deadline in enumerate(deadlines)]
+    carried = SendPayload(peer, b"3", b"payload", now + 1000)
+    world.mailbox.post([ToPeer(peer, COMMIT), *written, carried, SendPayload(peer, b"4", None, now + 1000)])
+    world.pipe.reads = True
+    world.mailbox.wake()
+    wait_for(lambda: [1] * (len(world.pipe.sent) == 3))
+    assert world.pipe.headers == [b"02", b"3", b"4"]
+    assert world.pipe.sent == [None, b"payload", None]
+
+
+def test_no_call_has_more_headers_than_a_transport_takes(world: World) -> None:
+    peer = Peer(name="p", incarnation=PEER, control_endpoint="tcp://127.0.0.1:1", data_endpoints={"zmq": "tcp://h:2"})
+    world.pipe.reads = True
+    pieces = [SendPayload(peer, b"h", None, time.monotonic() + 1000) for _ in range(3 * MAX_HEADERS)]
+    world.mailbox.post([ToPeer(peer, COMMIT), *pieces])
+    wait_for(lambda: [1] * (sum(map(len, world.pipe.headers)) == len(pieces)))
+    assert max(map(len, world.pipe.headers)) <= MAX_HEADERS
+
+
 def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_dropped(world: World) -> None:
     other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
     peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoints={"zmq": "tcp://h:2"})
@@ -329,3 +360,17 @@ def test_news_of_shared_memory_are_events(world: World) -> None:
     world.mailbox.wake()
     assert world.event(MemoryShared) == MemoryShared(PEER)
     assert world.event(PeerExited) == PeerExited(PEER)
+
+
+def test_payload_is_looked_for_when_a_socket_of_its_transport_says_so(world: World) -> None:
+    world.control._next_beat = time.monotonic() + 1000  # heartbeats look for it too
+    readable, writer = socket.socketpair()
+    with readable, writer:
+        writer.send(b"!")
+        world.pipe.source = [readable.fileno()]
+        world.pipe.arrived = [Arrived(PEER, b"header", None)]
+        world.mailbox.wake()
+        world.event(PieceWaiting)
+        assert world.mailbox.next_piece() == PieceArrived(PEER, b"header", None)
+        world.pipe.source = []
+        world.mailbox.wake()

@@ -15,7 +15,7 @@ from kvrelay.transfer.ports import Inlet, KVMemory, Outlet
 from kvrelay.transfer.shm_transport import ShmTransport
 from kvrelay.transfer.transports import Transports
 from kvrelay.transfer.ucx_transport import UcxTransport
-from kvrelay.transfer.zmq_transport import ZmqTransport
+from kvrelay.transfer.zmq_transport import ZmqTransport, keep_freed_memory
 from kvrelay.transport import Transport
 from kvrelay.types import Incarnation, KVLayout
 
@@ -56,6 +56,7 @@ def open_data_plane(
 
     carrying: list[Transport] = []
     if settings.transport in ("auto", "zmq"):  # first, since it needs its port most
+        keep_freed_memory()
         carrying.append(ZmqTransport(context, settings.bind, settings.ports, incarnation=incarnation))
     ucx = _start("ucx", settings, lambda: UcxTransport(settings.bind, settings.ports, incarnation=incarnation))
     if ucx is not None:

@@ -12,8 +12,10 @@ from kvrelay.block_memory import BlockMemory
 from kvrelay.transfer.conversion import convert
 from kvrelay.transfer.protocol.actions import SendPiece
 from kvrelay.transfer.protocol.lease import Place
-from kvrelay.transfer.protocol.piece import PieceHeader, is_intact, pack, seal
+from kvrelay.transfer.protocol.piece import PieceHeader, is_intact, pack_sealed
 from kvrelay.types import Incarnation, KVLayout
+
+MAX_TAKEN_BYTES = 16 * 2**20  # out of memory between two looks at messages
 
 
 class KVMemory(Protocol):
@@ -41,9 +43,9 @@ class Outlet:
         parts = self._memory.views(piece.header.layer, piece.block_ids)
         if (target := self._target(piece)) is not None:
             target.write(piece.header.layer, piece.target_block_ids, *parts)
-            return pack(seal(piece.header, *parts)), None
+            return pack_sealed(piece.header, *parts), None
         payload = b"".join(parts)
-        return pack(seal(piece.header, payload)), payload
+        return pack_sealed(piece.header, payload), payload
 
     def _target(self, piece: SendPiece) -> BlockMemory | None:
         """The receiver's memory, if the lease allows to write there and the blocks are as they should be."""

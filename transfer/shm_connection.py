@@ -76,8 +76,8 @@ class ShmConnection:
                 self._lost(error)
             self._take(frame, descriptors)
 
-    def send(self, header: bytes) -> bool:
-        """Tells of one piece that was written. False: it would block.
+    def send(self, headers: bytes) -> bool:
+        """Tells of pieces that were written. False: it would block.
 
         Raises:
             WireError: the connection is over.
@@ -85,7 +85,7 @@ class ShmConnection:
         if not self.ready():
             return False
         try:
-            self._socket.send(header)
+            self._socket.send(headers)
         except BlockingIOError:
             self.blocked = True
             return False

@@ -4,7 +4,7 @@
     receiver -> sender   memory: magic 4s | version u8 | layers u32 | blocks u64 | block bytes u64, and a descriptor
 
 All little-endian, sender and receiver as incarnations. A receiver that says no closes the connection. From then on the
-sender sends headers of pieces, one a packet.
+sender sends headers of pieces, one after the other, as many as a packet holds.
 """
 
 import struct
@@ -13,6 +13,8 @@ from pathlib import Path
 
 from kvrelay.block_memory import Geometry
 from kvrelay.errors import WireError
+from kvrelay.transfer.protocol.piece import HEADER_BYTES
+from kvrelay.transport import MAX_HEADERS
 from kvrelay.types import Incarnation
 
 MAGIC = b"KVRM"
@@ -20,7 +22,7 @@ VERSION = 1
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<4sBQQ{TOKEN_BYTES}s")
 _MEMORY = struct.Struct("<4sBIQQ")
-MAX_FRAME_BYTES = 256
+MAX_FRAME_BYTES = MAX_HEADERS * HEADER_BYTES
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kvrelay.block_memory import BlockMemory
 from kvrelay.errors import WireError
 from kvrelay.mailbox import MemoryShared, PeerExited
-from kvrelay.transfer.protocol.piece import unpack
+from kvrelay.transfer.protocol.piece import split, unpack
 from kvrelay.transfer.shm_frames import (
     MAX_FRAME_BYTES,
     TOKEN_BYTES,
@@ -75,8 +75,10 @@ class ShmListener:
             self._hear_stranger(stranger, until)
         pieces: list[Arrived] = []
         for incarnation in list(self._senders):
-            while max_bytes > 0 and (header := self._hear_sender(incarnation)) is not None:
-                max_bytes -= self._take(Arrived(incarnation, header, None), pieces)
+            while max_bytes > 0 and (frame := self._hear_sender(incarnation)) is not None:
+                arrived, num_bytes = self._unpack(incarnation, frame)
+                pieces += arrived
+                max_bytes -= num_bytes
         return pieces
 
     def news(self) -> list[MemoryShared | PeerExited]:
@@ -146,12 +148,12 @@ class ShmListener:
         self._processes[incarnation] = Process(pid, descriptor)
 
     def _hear_sender(self, incarnation: Incarnation) -> bytes | None:
-        """The next header; None if there is none, or the connection is over."""
+        """The next packet; None if there is none, or the connection is over."""
         connection = self._senders.get(incarnation)
         if connection is None:
             return None
         try:
-            frame = connection.recv(MAX_FRAME_BYTES)
+            frame = connection.recv(MAX_FRAME_BYTES + 1)  # so that one that is longer is noticed
         except BlockingIOError:
             return None
         except OSError:  # reset: as over as an orderly end
@@ -161,19 +163,19 @@ class ShmListener:
             return None
         return frame
 
-    def _take(self, piece: Arrived, pieces: list[Arrived]) -> int:
-        """Bytes that were announced; garbage counts as a page, since it takes time to read."""
+    def _unpack(self, sender: Incarnation, frame: bytes) -> tuple[list[Arrived], int]:
+        """The pieces of a packet, and their bytes; garbage counts as a page, since it takes time to read."""
         try:
-            num_bytes = unpack(piece.header).payload_bytes
+            headers = split(frame)
+            num_bytes = sum(unpack(header).payload_bytes for header in headers)
         except WireError as error:
             if not self._counters["payload_malformed"]:
                 log.warning("Dropped: %s Further ones are only counted.", error)
             self._counters["payload_malformed"] += 1
-            return 4096
-        pieces.append(piece)
-        self._counters["shm_pieces_received"] += 1
+            return [], 4096
+        self._counters["shm_pieces_received"] += len(headers)
         self._counters["shm_bytes_received"] += num_bytes
-        return num_bytes
+        return [Arrived(sender, header, None) for header in headers], num_bytes
 
     def _refuse(self, stranger: socket.socket, reason: str) -> None:
         if not self._counters["shm_refused"]:

@@ -11,7 +11,7 @@ from kvrelay.block_memory import BlockMemory
 from kvrelay.errors import WireError
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
-from kvrelay.transfer.protocol.piece import unpack
+from kvrelay.transfer.protocol.piece import payload_bytes, split
 from kvrelay.transfer.shm_connection import ShmConnection
 from kvrelay.transfer.shm_frames import parse_address
 from kvrelay.transfer.shm_listener import ShmListener
@@ -79,7 +79,7 @@ class ShmTransport:
             connection.close()
 
     def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
-        """Tells of one piece that was written; False if it would block.
+        """Tells of pieces that were written, by their headers; False if it would block.
 
         Raises:
             WireError: the memory is not shared any more, or there is payload that would have to be carried.
@@ -90,8 +90,9 @@ class ShmTransport:
         if not self._connections[peer.incarnation].send(header):
             self.counters["payload_would_block"] += 1
             return False
-        self.counters["shm_pieces_sent"] += 1
-        self.counters["shm_bytes_sent"] += unpack(header).payload_bytes
+        headers = split(header)
+        self.counters["shm_pieces_sent"] += len(headers)
+        self.counters["shm_bytes_sent"] += sum(map(payload_bytes, headers))
         return True
 
     def receive(self, max_bytes: int) -> list[Arrived]:

@@ -4,6 +4,7 @@ A piece is two frames, header and payload. The routing id is the sender's incarn
 a receiver that does not read makes `send` say no, which is an event for the sender and no reason to wait.
 """
 
+import ctypes
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -22,11 +23,26 @@ log = logging.getLogger(__name__)
 
 NAME = "zmq"
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_QUEUED_PIECES = 16
+MAX_REUSED_BYTES = 32 * 2**20  # one buffer; glibc allows no more
+MAX_KEPT_BYTES = 256 * 2**20  # more than the mailbox and a connection hold
+MAX_QUEUED_PIECES = 64  # in each direction of a connection; a sender makes none larger than 1 MiB
 # A connection that died in silence (a cable, a firewall) is noticed by the kernel, and sooner by the control one, which
 # takes this one with it. ZeroMQ's own heartbeats will not do: while a queue is full no pong is read, and a ping at a
 # connection that is lost meanwhile aborts the process (libzmq issue 4364, open in 4.3.5).
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to reuse the buffers of payload, if the process has glibc.
+
+    By default large ones are given back to the kernel, and to get new pages for each takes longer than to copy it.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, MAX_REUSED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
 
 
 class ZmqTransport:
@@ -97,7 +113,7 @@ class ZmqTransport:
             dealer.close(linger=0)
 
     def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
-        """Queues one piece; False if the queue is full or there is no connection yet. Both buffers are copied.
+        """Queues one piece, without a copy of the payload; False if the queue is full or there is no connection yet.
 
         Raises:
             WireError: the peer has no such endpoint or a malformed one, or there is no payload.
@@ -106,7 +122,7 @@ class ZmqTransport:
             raise WireError(f"A piece for {peer.name} has no payload that ZeroMQ could carry.")
         dealer = self._dealer(peer)
         try:
-            dealer.send_multipart([header, payload], zmq.NOBLOCK, copy=True)
+            dealer.send_multipart([header, payload], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self.counters["payload_would_block"] += 1
             self._blocked.add(peer.incarnation)
@@ -121,7 +137,7 @@ class ZmqTransport:
         pieces: list[Arrived] = []
         while max_bytes > 0:
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
             max_bytes -= sum(len(frame) for frame in frames)  # garbage counts too: it takes time to read
@@ -177,10 +193,11 @@ class ZmqTransport:
         self.counters["payload_malformed"] += 1
 
 
-def _parse(frames: list[bytes]) -> Arrived:
+def _parse(frames: list[zmq.Frame]) -> Arrived:
+    """The payload stays where ZeroMQ has received it."""
     if len(frames) != 3:
         raise WireError(f"A piece has a header of {HEADER_BYTES} bytes and a payload, not {len(frames) - 1} frames.")
-    identity, header, payload = frames
-    peer = parse_routing_id(identity)
+    peer = parse_routing_id(frames[0].bytes)
+    header, payload = frames[1].bytes, frames[2].buffer
     check_piece(header, payload)
     return Arrived(peer, header, payload)

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice, takewhile
 
 import zmq
 
@@ -28,7 +29,7 @@ from kvrelay.mailbox import (
     ToPeer,
 )
 from kvrelay.messages import AnyMessage, GatewayHello, KVCommit, KVOffer, Message, PairStatus, Peer, WorkerHello
-from kvrelay.transport import Transport
+from kvrelay.transport import MAX_HEADERS, Pollable, Transport
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class GatewayLink:
         self._up = False
 
     def hear(self, now: float) -> list[FromGateway | GatewayLost]:
-        """What the gateway said, and whether it died or was replaced."""
+        """What the gateway said, and whether it was lost or replaced."""
         events: list[FromGateway | GatewayLost] = []
         for message in self.connection.receive():
             events += self._replaced(message.source)
@@ -63,7 +64,11 @@ class GatewayLink:
         for up in self.connection.changes():
             self._up = up
             events += self._greet() if up else self._lose()
-        return events + (self._lose() if now - self._last_heard > self._death_s else [])
+        return events
+
+    def watch(self, now: float) -> list[FromGateway | GatewayLost]:
+        """Whether the gateway is dead, having said nothing for too long."""
+        return self._lose() if now - self._last_heard > self._death_s else []
 
     def send(self, message: Message) -> bool:
         """False: the gateway does not read, or is gone."""
@@ -132,8 +137,7 @@ class ControlThread:
         self.failed = True
         try:
             while not self._stopping:
-                self._wait()
-                self._hear()
+                self._hear(*self._wait())
                 self._obey()
                 self._send_payload()
                 self._beat()
@@ -150,43 +154,56 @@ class ControlThread:
     def _connect(self, address: str, *, early: bool) -> Connection:
         return Connection(self._context, address, incarnation=self._incarnation, queue_early=early)
 
-    def _wait(self) -> None:
+    def _wait(self) -> tuple[set[Pollable], bool]:
+        """What there is to read once there is something to do, and whether it is the transport's too."""
         poller = zmq.Poller()
+        data_sockets: list[Pollable] = []
         poller.register(self._mailbox.wake_socket, zmq.POLLIN)
         if self._mailbox.has_room:
             for channel in (self._listener, *self._peers.values(), *(link.connection for link in self._links)):
                 poller.register(channel.socket, zmq.POLLIN)
                 poller.register(channel.monitor, zmq.POLLIN)
-            for data_socket in self._data.sockets():
+            data_sockets += self._data.sockets()
+            for data_socket in data_sockets:
                 poller.register(data_socket, zmq.POLLIN)
         for data_socket in self._data.blocked():
             poller.register(data_socket, zmq.POLLOUT)
-        ready = dict(poller.poll(self._patience_ms()))
-        if self._mailbox.wake_socket.fileno() in ready:
+        found = dict(poller.poll(self._patience_ms() if self._mailbox.fall_asleep() else 0))
+        self._mailbox.get_up()
+        if self._mailbox.wake_socket.fileno() in found:
             self._mailbox.wake_socket.recv(4096)
+        ready = {socket for socket, events in found.items() if events & ~zmq.POLLOUT}
+        return ready, not ready.isdisjoint(data_sockets)
 
     def _patience_ms(self) -> int:
         until_beat = max(0.0, self._next_beat - self._clock())
         patience_s = until_beat if self._mailbox.has_room else min(until_beat, RETRY_S)
         return math.ceil(1000 * patience_s)
 
-    def _hear(self) -> None:
+    def _hear(self, ready: set[Pollable], data_ready: bool) -> None:
+        """Looks only where something is: a look at every socket costs more than most of what comes."""
         if not self._mailbox.has_room:
             return
         now = self._clock()
         for link in self._links:
-            for event in link.hear(now):
+            for event in (link.hear(now) if _has_news(link.connection, ready) else []) + link.watch(now):
                 self._mailbox.deliver(event)
-        for peer, message in self._listener.receive():
+        listener_has_news = _has_news(self._listener, ready)
+        for peer, message in self._listener.receive() if listener_has_news else ():
             self._mailbox.deliver(PeerLost(peer) if message is None else FromPeer(peer, message))
         for incarnation, connection in list(self._peers.items()):
-            self._hear_peer(incarnation, connection)
+            if _has_news(connection, ready):
+                self._hear_peer(incarnation, connection)
+        if data_ready or now >= self._next_beat:
+            self._hear_payload()
+        for incarnation in self._listener.lost() if listener_has_news else ():
+            self._mailbox.deliver(PeerLost(incarnation))
+
+    def _hear_payload(self) -> None:
         for peer, header, payload in self._data.receive(MAX_READ_BYTES):
             self._mailbox.deliver_piece(PieceArrived(peer, header, payload))
         for news in self._data.news():  # before whatever a peer says once it has our memory
             self._mailbox.deliver(news)
-        for incarnation in self._listener.lost():
-            self._mailbox.deliver(PeerLost(incarnation))
 
     def _hear_peer(self, incarnation: Incarnation, connection: Connection) -> None:
         for message in connection.receive():
@@ -207,8 +224,7 @@ class ControlThread:
         self._connecting.pop(incarnation, None)
         self._data.forget(incarnation)
         self._unsaid.pop(incarnation, None)
-        for order in self._unsent.pop(incarnation, ()):
-            self._mailbox.payload_done(order)
+        self._mailbox.payload_done(self._unsent.pop(incarnation, ()))
 
     def _obey(self) -> None:
         for order in self._mailbox.orders():
@@ -266,7 +282,7 @@ class ControlThread:
         if order.peer.incarnation in self._peers:
             self._unsent.setdefault(order.peer.incarnation, deque()).append(order)
         else:
-            self._mailbox.payload_done(order)
+            self._mailbox.payload_done([order])
 
     def _send_payload(self) -> None:
         for incarnation, orders in list(self._unsent.items()):
@@ -280,8 +296,14 @@ class ControlThread:
 
     def _send_some(self, orders: deque[SendPayload]) -> None:
         now = self._clock()
-        while orders and (orders[0].deadline < now or self._data.send(*_parts(orders[0]))):
-            self._mailbox.payload_done(orders.popleft())
+        while orders:
+            group = _first_group(orders)
+            unexpired = [order for order in group if order.deadline >= now]
+            if unexpired and not self._data.send(*_parts(unexpired)):
+                return
+            for _ in group:
+                orders.popleft()
+            self._mailbox.payload_done(group)
 
     def _beat(self) -> None:
         now = self._clock()
@@ -316,5 +338,16 @@ class ControlThread:
         self._data.close()
 
 
-def _parts(order: SendPayload) -> tuple[Peer, bytes, bytes | None]:
-    return order.peer, order.header, order.payload
+def _has_news(channel: Connection | Listener, ready: set[Pollable]) -> bool:
+    return channel.socket in ready or channel.monitor in ready
+
+
+def _first_group(orders: deque[SendPayload]) -> list[SendPayload]:
+    """What goes in one call: a piece with its payload, or the headers of several that are where they belong."""
+    if orders[0].payload is not None:
+        return [orders[0]]
+    return list(takewhile(lambda order: order.payload is None, islice(orders, MAX_HEADERS)))
+
+
+def _parts(group: list[SendPayload]) -> tuple[Peer, bytes, bytes | None]:
+    return group[0].peer, b"".join(order.header for order in group), group[0].payload

@@ -12,6 +12,7 @@ from kvrelay.types import Incarnation
 
 MAX_EVENTS = 10_000
 MAX_PAYLOAD_BYTES = 128 * 2**20
+MAX_UNSEEN = 8  # orders, before the control thread is woken for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Mailbox:
         self._bytes_in = 0
         self._bytes_out = 0
         self._out_was_full = False
+        self._asleep = False
         self.wake_socket, self._waker = socket.socketpair()
         self.wake_socket.setblocking(False)
         self._waker.setblocking(False)
@@ -171,13 +173,21 @@ class Mailbox:
         return piece
 
     def post(self, orders: Iterable[Order]) -> None:
-        """Hands orders to the control thread."""
-        posted = list(orders)
-        if not posted:
-            return
-        self._count(bytes_out=sum(num_bytes(order) for order in posted if isinstance(order, SendPayload)))
-        self._orders.extend(posted)
-        self.wake()
+        """Hands orders to the control thread, each as soon as it is made.
+
+        It is woken for every few of them: whenever it runs, this thread waits for the interpreter's lock.
+        """
+        unseen = 0
+        for order in orders:
+            if isinstance(order, SendPayload):
+                self._count(bytes_out=num_bytes(order))
+            self._orders.append(order)
+            unseen += 1
+            if unseen == MAX_UNSEEN:
+                self._rouse()
+                unseen = 0
+        if unseen:
+            self._rouse()
 
     @property
     def payload_room(self) -> int:
@@ -206,6 +216,15 @@ class Mailbox:
         if len(self._pieces) == 1:
             self.deliver(PieceWaiting())
 
+    def fall_asleep(self) -> bool:
+        """From here on what is posted wakes. False: there is something already, so do not wait."""
+        self._asleep = True  # before the look, else what is posted in between would wake nobody
+        return not self._orders
+
+    def get_up(self) -> None:
+        """From here on nobody need wake: `orders` is called before the next `fall_asleep`."""
+        self._asleep = False
+
     def orders(self) -> list[Order]:
         """Takes all orders that are there."""
         taken = []
@@ -213,9 +232,9 @@ class Mailbox:
             taken.append(self._orders.popleft())
         return taken
 
-    def payload_done(self, order: SendPayload) -> None:
-        """Payload of an order has left (or was dropped)."""
-        self._count(bytes_out=-num_bytes(order))
+    def payload_done(self, orders: Iterable[SendPayload]) -> None:
+        """Payload of some orders has left (or was dropped)."""
+        self._count(bytes_out=-sum(map(num_bytes, orders)))
         with self._lock:
             tell = self._out_was_full and self._bytes_out <= MAX_PAYLOAD_BYTES // 2
             self._out_was_full = self._out_was_full and not tell
@@ -235,6 +254,11 @@ class Mailbox:
         """Closes the wake-up pipe; after both threads ended."""
         self.wake_socket.close()
         self._waker.close()
+
+    def _rouse(self) -> None:
+        if self._asleep:
+            self._asleep = False
+            self.wake()
 
     def _count(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
         with self._lock:

@@ -12,6 +12,8 @@ from kvrelay.types import Incarnation
 
 Pollable = zmq.Socket[bytes] | int
 
+MAX_HEADERS = 64
+
 
 class Arrived(NamedTuple):
     """A piece that came. `payload` is None when the sender has written it into our memory by itself."""
@@ -39,7 +41,10 @@ class Transport(Protocol):
         ...
 
     def sockets(self) -> Iterable[Pollable]:
-        """What to poll for incoming payload and news. The set may change with each call of another method."""
+        """What to poll for incoming payload and news. The set may change with each call of another method.
+
+        Unless one of them is ready, `receive` and `news` are called with each heartbeat only.
+        """
         ...
 
     def blocked(self) -> Iterable[Pollable]:
@@ -71,7 +76,7 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
-        """Takes one piece; `payload` None says that it lies in the peer's memory already, and only the header goes.
+        """Takes one piece, or with `payload` None the headers, at most `MAX_HEADERS`, of pieces that are there already.
 
         False: it would block, nothing was taken, try again later. What was taken may be read until the peer has it;
         nobody has to wait for that, since `bytes` never change.

@@ -1,7 +1,6 @@
 """The piece header: what goes in comes out, and nothing else is taken for it."""
 
 import struct
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +8,18 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import WireError
 from kvrelay.messages import LeaseId
-from kvrelay.transfer.protocol.piece import DTYPE_CODES, HEADER_BYTES, PieceHeader, is_intact, pack, seal, unpack
+from kvrelay.transfer.protocol.piece import (
+    DTYPE_CODES,
+    HEADER_BYTES,
+    PieceHeader,
+    is_intact,
+    pack,
+    pack_sealed,
+    payload_bytes,
+    seal,
+    split,
+    unpack,
+)
 
 U64 = st.integers(0, 2**64 - 1)
 
@@ -95,7 +105,7 @@ def test_a_truncated_or_padded_payload_is_not_intact() -> None:
 )
 def test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error(change: dict[str, int]) -> None:
     with pytest.raises(WireError, match="cannot have a payload"):
-        unpack(pack(replace(small_piece()[0], **change)))  # type: ignore[arg-type]
+        unpack(pack(small_piece()[0]._replace(**change)))  # type: ignore[arg-type]
 
 
 def test_wrong_magic_version_dtype_and_length_are_named() -> None:
@@ -114,3 +124,18 @@ def test_the_header_is_what_its_docstring_says() -> None:
     header, _ = small_piece()
     fields = struct.unpack("<4sBBQQQHIIHHHQQ", pack(header))
     assert fields == (b"KVRP", 1, 2, 7, 1, 9, 1, 3, 2, 0, 1, 2, 32, header.digest)
+
+
+def test_headers_that_lie_behind_each_other_are_told_apart_if_they_are_whole() -> None:
+    header, payload = small_piece()
+    frame = pack(header)
+    assert split(frame * 3) == [frame] * 3
+    assert payload_bytes(frame) == len(payload)
+    for torn in (b"", frame[:-1], frame + b"x"):
+        with pytest.raises(WireError, match="multiple"):
+            split(torn)
+
+
+@given(headers(), st.binary(max_size=64))
+def test_sealing_and_packing_at_once_gives_the_same(header: PieceHeader, payload: bytes) -> None:
+    assert pack_sealed(header, payload[:5], payload[5:]) == pack(seal(header, payload))

@@ -1,7 +1,5 @@
 """The receiver's rules, one by one."""
 
-from dataclasses import replace
-
 import pytest
 
 from kvrelay.blocks import BlockManager
@@ -311,14 +309,14 @@ def test_a_piece_that_does_not_fit_its_lease_is_dropped_and_counted(
     bench: Bench, change: dict[str, object], reason: str
 ) -> None:
     lease = bench.lease()
-    assert bench.receiver.accept(P, replace(piece(lease), **change)) is None  # type: ignore[arg-type]
+    assert bench.receiver.accept(P, piece(lease)._replace(**change)) is None  # type: ignore[arg-type]
     assert bench.receiver.counters == {reason: 1}
 
 
 def test_a_piece_from_another_connection_is_dropped(bench: Bench) -> None:
     lease = bench.lease()
     assert bench.receiver.accept(OTHER, piece(lease)) is None
-    assert bench.receiver.accept(OTHER, replace(piece(lease), sender=OTHER)) is None
+    assert bench.receiver.accept(OTHER, piece(lease)._replace(sender=OTHER)) is None
     assert bench.receiver.counters == {"piece_other_sender": 2}
 
 

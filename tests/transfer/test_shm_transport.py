@@ -23,6 +23,7 @@ from kvrelay.transfer.shm_frames import (
     unpack_hello,
 )
 from kvrelay.transfer.shm_transport import ShmTransport
+from kvrelay.transport import MAX_HEADERS
 from tests.transfer.plane import GEOMETRY, End, Ends, meet, receive, send, tries
 
 STRANGER = 77
@@ -163,12 +164,22 @@ def test_garbage_headers_are_counted_and_the_next_piece_still_arrives(ends: Ends
     header, _ = sender.outlet.take(piece)
     stranger = raw(ends, address_of(receiver))
     stranger.send(Hello(STRANGER, receiver.incarnation, address_of(receiver).token).pack())
-    garbage = [b"x", os.urandom(len(header)), header[:-1], header + b"x", os.urandom(60_000)]
+    torn = [b"x", header[:-1], header + b"x"]
+    garbage = [*torn, os.urandom(len(header)), header * (MAX_HEADERS + 1), os.urandom(60_000)]
     for frame in garbage:
         stranger.send(frame)
     wait_for(receiver, lambda: receiver.transport.counters["payload_malformed"] == len(garbage))
     send(sender, piece)
     assert [(found.peer, found.header) for found in receive(receiver, bool)] == [(sender.incarnation, header)]
+
+
+def test_headers_of_several_pieces_come_in_one_packet_in_order(sender: End, receiver: End) -> None:
+    peer = meet(sender, receiver)
+    pieces = [sender.outlet.take(sender.piece(peer, 0, (block,), (block,)))[0] for block in range(3)]
+    assert sender.transport.send(peer, b"".join(pieces), None)
+    assert [found.header for found in receive(receiver, bool)] == pieces
+    assert sender.transport.counters["shm_pieces_sent"] == receiver.transport.counters["shm_pieces_received"] == 3
+    assert sender.transport.counters["shm_bytes_sent"] == receiver.transport.counters["shm_bytes_received"]
 
 
 def test_a_header_of_another_sender_comes_under_the_name_of_who_sent_it(ends: Ends, sender: End, receiver: End) -> None:

@@ -11,7 +11,8 @@ The digest is XXH3 (64 bits; https://github.com/Cyan4973/xxHash) over the header
 """
 
 import struct
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import xxhash
 
@@ -23,6 +24,7 @@ Payload = bytes | bytearray | memoryview
 MAGIC = b"KVRP"
 VERSION = 1
 _FIELDS = struct.Struct("<4sBBQQQHIIHHHQ")
+_SIZE = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _DIGEST.size
 
@@ -31,8 +33,7 @@ _DTYPES = {code: name for name, code in DTYPE_CODES.items()}
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-@dataclass(frozen=True, slots=True)
-class PieceHeader:
+class PieceHeader(NamedTuple):
     """What a piece holds and under which lease it comes. Block indexes count from the sequence's first block."""
 
     lease_id: LeaseId
@@ -81,7 +82,11 @@ def _pack_fields(header: PieceHeader) -> bytes:
 
 def digest(header: PieceHeader, *parts: Payload) -> int:
     """XXH3 over every field of the header but the digest, then the payload, in however many parts it lies."""
-    hasher = xxhash.xxh3_64(_pack_fields(header))
+    return _digest(_pack_fields(header), parts)
+
+
+def _digest(fields: bytes, parts: Iterable[Payload]) -> int:
+    hasher = xxhash.xxh3_64(fields)
     for part in parts:
         hasher.update(part)
     return hasher.intdigest()
@@ -89,7 +94,13 @@ def digest(header: PieceHeader, *parts: Payload) -> int:
 
 def seal(header: PieceHeader, *parts: Payload) -> PieceHeader:
     """The header with the digest filled in."""
-    return replace(header, digest=digest(header, *parts))
+    return header._replace(digest=digest(header, *parts))
+
+
+def pack_sealed(header: PieceHeader, *parts: Payload) -> bytes:
+    """What `pack` gives of a header that `seal` gives."""
+    fields = _pack_fields(header)
+    return fields + _DIGEST.pack(_digest(fields, parts))
 
 
 def is_intact(header: PieceHeader, *parts: Payload) -> bool:
@@ -136,9 +147,26 @@ def unpack(frame: Payload) -> PieceHeader:
     return header
 
 
+def split(frame: bytes) -> list[bytes]:
+    """Packed headers that lie one after the other.
+
+    Raises:
+        WireError: it does not end where one ends.
+    """
+    if not frame or len(frame) % HEADER_BYTES:
+        raise WireError(f"Piece headers have {HEADER_BYTES} bytes each, and {len(frame)} is no multiple of that.")
+    return [frame[begin : begin + HEADER_BYTES] for begin in range(0, len(frame), HEADER_BYTES)]
+
+
+def payload_bytes(header: bytes) -> int:
+    """The size that a packed header tells, without a look at the rest."""
+    size: int = _SIZE.unpack_from(header, _FIELDS.size - _SIZE.size)[0]
+    return size
+
+
 def _check_size(header: PieceHeader) -> None:
-    unit = header._bytes_per_element_of_head
-    if not unit or header.payload_bytes % unit or not 0 < header.payload_bytes // unit < 2**16:
+    unit, size = header._bytes_per_element_of_head, header.payload_bytes
+    if not unit or size % unit or not 0 < size // unit < 2**16:
         raise WireError(
             f"A piece of {header.num_blocks} blocks, {header.num_heads} heads and {header.block_size} tokens of "
             f"{header.dtype} cannot have a payload of {header.payload_bytes} bytes."
