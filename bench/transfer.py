@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,11 @@ NIXL = {"nixl": (False, ""), "nixl+digest": (True, ""), "nixl tcp": (False, "tcp
 def main() -> None:
     """Measures all in one run, prints a table and writes it with the settings."""
     options = _arguments()
-    rows = [
-        row
-        for shape in options.shape
-        for num_tokens in options.tokens
-        if _fits(SHAPES[shape], num_tokens)
-        for row in _rows(shape, num_tokens, options)
-    ]
+    rows = []
+    for shape, num_tokens in product(options.shape, options.tokens):
+        for row in _rows(shape, num_tokens, options) if _fits(SHAPES[shape], num_tokens) else ():
+            rows.append(row)
+            sys.stderr.write(f"{shape}, {num_tokens} tokens, {row['transport']}: {row['ms']:.1f} ms\n")
     show("Hand-over of a computed prompt, offer to acknowledgement", rows)
     if options.nixl_python is None:
         sys.stdout.write("Without rows of NIXL: --nixl-python names a Python that has it.\n")
