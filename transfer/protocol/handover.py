@@ -31,6 +31,8 @@ class Handover:
     deadline: float
     written: list[int]
     sent: list[int]
+    num_unsent: int = 0  # written and not sent, of all layers
+    first_layer: int = 0  # none before it has any such
     asked_at: float = 0.0  # when this peer was offered it first
     begun_at: float = inf  # when the first piece went
     phase: Phase = Phase.OFFERED
@@ -61,8 +63,7 @@ class Handover:
         """Blocks, counted per layer, that are written and may go under the lease held, or once more."""
         if self.phase is Phase.OFFERED:
             return 0
-        again = sum(run.num_blocks for run in self.repairs)
-        return again + sum(max(0, written - sent) for written, sent in zip(self.written, self.sent, strict=True))
+        return sum(run.num_blocks for run in self.repairs) + self.num_unsent
 
     @property
     def is_through(self) -> bool:
@@ -83,7 +84,10 @@ class Handover:
                     f"{self.key} has {len(self.block_ids)} of {self.num_blocks} blocks; "
                     "a whole prompt is reserved before its first chunk."
                 )
+        num_unsent = self._num_unsent_of(layer)
         self.written[layer] = max(self.written[layer], min(num_blocks, self.num_blocks))
+        self.num_unsent += self._num_unsent_of(layer) - num_unsent
+        self.first_layer = min(self.first_layer, layer)
 
     def hold(self, grant: KVGrant, block_size: int) -> None:
         """Every layer starts anew under this lease, behind the blocks that the receiver has already.
@@ -92,6 +96,8 @@ class Handover:
         """
         self.phase, self.grant = Phase.GRANTED, grant
         self.sent = [grant.held_blocks * grant.block_size // block_size] * len(self.sent)
+        self.num_unsent = sum(map(self._num_unsent_of, range(len(self.sent))))
+        self.first_layer = 0
         self.repairs.clear()
         self.num_asked, self.num_damaged, self.commit_again = 0, 0, False
 
@@ -117,12 +123,17 @@ class Handover:
             if count < num_blocks:
                 self.repairs.appendleft(BlockRun(layer, first + count, num_blocks - count))
             return self._piece(self.grant, incarnation, layout, layer, first, count)
-        for layer, (written, first) in enumerate(zip(self.written, self.sent, strict=True)):
-            if first < written and self.grant is not None:
-                count = min(written - first, max_blocks)
-                self.sent[layer] = first + count
+        while self.first_layer < len(self.sent) and self.grant is not None:
+            layer, first = self.first_layer, self.sent[self.first_layer]
+            if count := min(self._num_unsent_of(layer), max_blocks):
+                self.sent[layer] += count
+                self.num_unsent -= count
                 return self._piece(self.grant, incarnation, layout, layer, first, count)
+            self.first_layer += 1
         return None
+
+    def _num_unsent_of(self, layer: int) -> int:
+        return max(0, self.written[layer] - self.sent[layer])
 
     def _piece(
         self, grant: KVGrant, incarnation: int, layout: KVLayout, layer: int, first: int, count: int
