@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,13 @@ class Cluster:
         """How many workers get requests; 0 as long as the gateway does not answer."""
         try:
             return sum(worker["usable"] for worker in self.workers())
+        except httpx.TransportError:
+            return 0
+
+    def num_known(self) -> int:
+        """How many workers have registered and beaten; 0 as long as the gateway does not answer."""
+        try:
+            return sum(worker["ledger"] is not None for worker in self.workers())
         except httpx.TransportError:
             return 0
 
@@ -77,22 +84,51 @@ def running(folder: Path, model: Path | str, **options: object) -> Iterator[Clus
     """`kvrelay up` with options such as `prefill=2, dtype="float32"`, ready to serve; its log lies in `folder`."""
     port = free_port()
     num_workers = sum(int(str(options.get(role, default))) for role, default in DEFAULT_POOLS.items())
-    arguments = [_argument(name.replace("_", "-"), value) for name, value in options.items()]
-    log = folder / f"cluster-{port}.log"
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay", "up", f"--model={model}", f"--port={port}", *arguments],
-            stdout=sink,
+    name = f"cluster-{port}"
+    process = _start(folder, name, {"command": "up", "model": model, "port": port, **options})
+    cluster = Cluster(f"http://127.0.0.1:{port}", process, folder / f"{name}.log")
+    try:
+        wait_for(f"a ready cluster, see {cluster.log}", lambda: _ready(cluster, num_workers), READY_S)
+        yield cluster
+    finally:
+        _stop(process)
+
+
+@contextmanager
+def joined(
+    folder: Path, model: Path, workers: Mapping[str, Mapping[str, object]], **shared: object
+) -> Iterator[Cluster]:
+    """A gateway that all `workers` have joined, usable or not: by name, with their options and the command they run.
+
+    `shared` are options of all of them. Logs lie in `folder`.
+    """
+    port, meeting = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    every = {"model": model, "cache_dir": folder / "cache"}
+    gateway = _start(folder, "gateway", {**every, "command": "gateway", "port": port, "listen": meeting})
+    processes = [gateway]
+    cluster = Cluster(f"http://127.0.0.1:{port}", gateway, folder / "gateway.log")
+    try:
+        for name, options in workers.items():
+            processes.append(_start(folder, name, {**every, **shared, "gateways": meeting, "name": name, **options}))
+        wait_for(f"all workers, see {folder}", lambda: cluster.num_known() == len(workers), READY_S)
+        yield cluster
+    finally:
+        for process in processes:
+            process.terminate()
+        codes = [process.wait(15) for process in processes]
+    assert codes == [0] * len(processes)
+
+
+def _start(folder: Path, name: str, options: Mapping[str, object]) -> "subprocess.Popen[bytes]":
+    arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items() if key != "command"]
+    with (folder / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvrelay", str(options["command"]), *arguments],
+            stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env={key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")},
         )
-    cluster = Cluster(f"http://127.0.0.1:{port}", process, log)
-    try:
-        wait_for(f"a ready cluster, see {log}", lambda: _ready(cluster, num_workers), READY_S)
-        yield cluster
-    finally:
-        _stop(process)
 
 
 def _argument(name: str, value: object) -> str:

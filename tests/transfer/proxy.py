@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -34,19 +35,47 @@ class Fault:
     delay_s: float = 0.0
 
 
+class Noise:
+    """Garbles, in one stream, the byte `skip` bytes behind every place where `mark` passes."""
+
+    def __init__(self, mark: bytes, skip: int) -> None:
+        """Nothing has passed yet."""
+        self._mark = mark
+        self._skip = skip
+        self._tail = b""  # of what has passed, shorter than a mark
+        self._places: list[int] = []  # in what comes next
+
+    def passed(self, chunk: bytes) -> bytes:
+        """What becomes of the next bytes of the stream; a mark may lie in two of them."""
+        seen, garbled = self._tail + chunk, bytearray(chunk)
+        begin = -1
+        while (begin := seen.find(self._mark, begin + 1)) >= 0:
+            self._places.append(begin + len(self._mark) + self._skip - len(self._tail))
+        for place in self._places:
+            if place < len(chunk):
+                garbled[place] ^= 0xFF
+        self._places = [place - len(chunk) for place in self._places if place >= len(chunk)]
+        self._tail = seen[-(len(self._mark) - 1) :]
+        return bytes(garbled)
+
+
 class Proxy:
     """Listens at `endpoint` and brings what comes to `target`, in threads of its own."""
 
-    def __init__(self, target: str) -> None:
-        """Both are like `tcp://127.0.0.1:1234`."""
+    def __init__(
+        self, target: str, listen: str = "tcp://127.0.0.1:0", noise: Callable[[], Noise] | None = None
+    ) -> None:
+        """Endpoints are like `tcp://127.0.0.1:1234`. `noise` makes what garbles a connection to the target."""
         host, port = split_endpoint(target)
         self._target = host, int(port)
         self._lock = threading.Lock()
         self._fault: Fault | None = None
         self._closed = threading.Event()
         self._open: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._noise = noise
+        address, port = split_endpoint(listen)
+        self._listener = socket.create_server((address, int(port)))
+        self.endpoint = f"tcp://{address}:{self._listener.getsockname()[1]}"
         self.num_struck = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -92,8 +121,10 @@ class Proxy:
         of the pump that started the other one: somebody else of this process may get the same numbers."""
         if back is not None:
             back.start()
+        noise = self._noise() if self._noise is not None and to_server else None
         with suppress(OSError):  # either end closed
             while chunk := source.recv(CHUNK_BYTES):
+                chunk = chunk if noise is None else noise.passed(chunk)
                 target.sendall(self._passed(chunk, to_server, source, target))
         _shut(source, target)
         if back is not None:
