@@ -251,7 +251,13 @@ def _why_apart(sender: Worker, receiver: Worker) -> str:
     """Why no KV can go from one to the other, as a sentence; empty if it can."""
     if fault := receiver.hello.layout.why_not_from(sender.hello.layout):
         return fault
-    common = set(sender.hello.data_endpoints) & set(receiver.hello.data_endpoints)
+    ours, theirs = sender.hello.data_endpoints, receiver.hello.data_endpoints
+    common = set(ours) & set(theirs)
+    if not common:
+        return (
+            f"The sender has transport {' and '.join(ours)}, the receiver {' and '.join(theirs)}: none in common; "
+            "start both with the same --transport, or with auto."
+        )
     if common == {"shm"} and sender.hello.layout != receiver.hello.layout:
         return (
             f"Blocks of {sender.hello.layout.block_size} tokens cannot be written into memory that is shared in blocks "

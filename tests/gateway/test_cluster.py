@@ -77,6 +77,17 @@ def test_blocks_of_another_size_that_fits_are_converted_but_not_in_shared_memory
     assert forced.ready
 
 
+def test_workers_without_a_common_transport_are_no_pair() -> None:
+    """Requests for them could only fail."""
+    shared = {"data_endpoints": {"shm": "boot/name/token"}}
+    apart = cluster(hello(1, Role.PREFILL).model_copy(update=shared), hello(2, Role.DECODE))
+    assert not apart.ready
+    fault = "The sender has transport shm, the receiver zmq: none in common; start both with the same --transport"
+    assert why(apart, 1).startswith(f"It fits no decode worker. {fault}")
+    apart.on_hello(hello(3, Role.DECODE).model_copy(update=shared), 0.0)
+    assert [[peer.incarnation for peer in peers] for _, peers in apart.pairs()] == [[3]]
+
+
 def test_a_draining_worker_gets_nothing_new() -> None:
     leaving = cluster(hello(1, Role.PREFILL), hello(2, Role.DECODE))
     leaving.on_status(status(2, draining=True), 0.5)
