@@ -73,6 +73,15 @@ def test_tokens_and_failures_of_the_first_attempt_are_nobodys(bench: Bench) -> N
     assert bench.failed(P, FAILED) == []
 
 
+def test_a_worker_that_does_both_may_take_it_over(bench: Bench) -> None:
+    bench.failed(D1, FAILED)
+    bench.fate.again("r", route(ALONE))
+    assert indexes(bench.tokens(ALONE, token(0, attempt=1))) == []
+    last = bench.tokens(ALONE, token(1, attempt=1, last=True))
+    assert (indexes(last), ends(last)) == ([1], [None])
+    assert bench.nothing_left()
+
+
 def test_it_is_tried_again_once(bench: Bench) -> None:
     tried_again(bench)
     effects = bench.failed(D2, FAILED, attempt=1)
