@@ -123,20 +123,29 @@ def test_blocks_are_revoked_if_the_lease_ends_before_the_sender_has_answered(ans
 
 def test_what_is_missing_when_nothing_more_comes_is_asked_for(receiving: Receiving) -> None:
     receiving.land_rest((0, 0), (0, 2), (1, 1))
-    assert runs(receiving.commits()) == [], "it may be on its way"
+    assert runs(receiving.commits(now=0.0)) == [], "it may be on its way"
     receiving.land(piece(receiving.granted, 0, 2, 1))
-    assert runs(receiving.commits()) == [], "it is coming"
-    assert runs(receiving.commits()) == [(BlockRun(0, 0, 1), BlockRun(1, 1, 1))]
+    assert runs(receiving.commits(now=0.5)) == [], "it is coming"
+    assert runs(receiving.commits(now=0.6)) == [], "both Commits may have been read at once"
+    assert runs(receiving.commits(now=1.0)) == [(BlockRun(0, 0, 1), BlockRun(1, 1, 1))]
     receiving.land(piece(receiving.granted, 0, 0, 1))
     receiving.land(piece(receiving.granted, 1, 1, 1))
     assert of(receiving.commits(num_repaired=2), Adopt)
 
 
+def test_what_waits_behind_other_pieces_of_its_sender_is_not_missing(receiving: Receiving) -> None:
+    other = receiving.lease("other")
+    receiving.commits(now=0.0)
+    for count in range(3):
+        receiving.land(piece(other, 0, count, 1))
+        assert runs(receiving.commits(now=1.0 + count)) == []
+    assert runs(receiving.commits(now=4.0)) != []
+
+
 def test_each_missing_block_is_asked_for_once(receiving: Receiving) -> None:
     receiving.land_rest((0, 0))
-    for _ in range(4):
-        answers = receiving.commits(num_repaired=1)
-    assert runs(answers) == []
+    asked = [runs(receiving.commits(num_repaired=number // 2, now=float(number))) for number in range(5)]
+    assert asked == [[], [(BlockRun(0, 0, 1),)], [], [], []]
     expired = receiving.receiver.tick(LEASE_S)
     assert "Not all of the prompt's KV arrived" in of(expired, Failed)[0].message
 
@@ -145,7 +154,7 @@ def test_held_blocks_are_never_asked_for() -> None:
     receiving = Receiving()
     receiving.receiver._leases.of_request("r").landed[0] |= 1  # type: ignore[union-attr]
     receiving.commits()
-    assert runs(receiving.commits()) == [(BlockRun(0, 1, 2), BlockRun(1, 0, 3))]
+    assert runs(receiving.commits(now=1.0)) == [(BlockRun(0, 1, 2), BlockRun(1, 0, 3))]
 
 
 def test_too_many_damaged_pieces_end_the_attempt(receiving: Receiving) -> None:

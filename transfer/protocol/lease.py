@@ -9,6 +9,9 @@ from kvrelay.messages import MAX_REPAIRS, BlockRun, KVGrant, KVOffer, KVRepair, 
 from kvrelay.transfer.protocol.piece import PieceHeader
 from kvrelay.types import KVLayout, RequestKey, Sequence, SequenceStatus
 
+# So long a sender must have sent nothing but Commits before what is missing is taken for lost.
+_PATIENCE_S = 0.25
+
 
 class Unfit(StrEnum):
     """Why a piece may not be written."""
@@ -58,7 +61,8 @@ class Lease:
     repairs: list[BlockRun] = field(default_factory=list)
     num_damaged: int = 0  # of them
     num_repaired: int = 0
-    landed_at_commit: int = -1  # blocks, when the newest Commit came
+    num_shown: int = -1  # pieces of this sender, when the newest Commit came
+    committed_at: float = inf  # since when Commits come and nothing else does, receiver's clock
 
     def __post_init__(self) -> None:
         held = (1 << self.num_held) - 1
@@ -137,11 +141,16 @@ class Lease:
         self.repairs += runs
         return True
 
-    def commit(self, num_repaired: int) -> None:
-        """The sender says, again and again, that all was sent. If nothing comes meanwhile, asks for what is missing."""
-        num_landed = sum(mask.bit_count() for mask in self.landed)
-        stalled = num_landed == self.landed_at_commit and num_repaired == self.num_repaired
-        self.landed_at_commit, self.num_repaired = num_landed, max(self.num_repaired, num_repaired)
+    def commit(self, num_repaired: int, num_shown: int, now: float) -> None:
+        """The sender says, again and again, that all was sent. If nothing comes meanwhile, asks for what is missing.
+
+        `num_shown` counts what came from this sender under any lease: one piece may wait behind others.
+        """
+        news = (min(num_repaired, len(self.repairs)), num_shown)
+        stalled = news == (self.num_repaired, self.num_shown) and now - self.committed_at >= _PATIENCE_S
+        if news != (self.num_repaired, self.num_shown) or self.committed_at == inf:
+            self.committed_at = now
+        self.num_repaired, self.num_shown = max(self.num_repaired, news[0]), num_shown
         if stalled and not self.may_be_written:
             self.ask_again(self._missing()[: MAX_REPAIRS - len(self.repairs)])
 

@@ -81,6 +81,7 @@ class KVReceiver:
         self._offers = Offers(admission, max_queue)
         self._leases = Leases(incarnation, blocks)
         self._history = History(self._answers, self.counters, max_lease_s, max_remembered)
+        self._num_shown: Counter[int] = Counter()  # pieces, by sender
         self._writers: set[int] = set()  # senders that can write into our memory by themselves
         self._gone: Remembered[int, bool] = Remembered(math.inf, max_remembered)  # senders whose exit was observed
 
@@ -168,7 +169,7 @@ class KVReceiver:
         if lease.is_committed:
             self.counters["repeated_commit"] += 1
         lease.first_token_ids, lease.cached_tokens = commit.first_token_ids, commit.cached_tokens
-        lease.commit(commit.num_repaired)
+        lease.commit(commit.num_repaired, self._num_shown[peer], now)
         return self._ask_to_repair(lease) + self._adopt_if_whole(lease, now)
 
     def _ask_to_repair(self, lease: Lease) -> list[Action]:
@@ -198,6 +199,7 @@ class KVReceiver:
         Where the payload passes through the worker, it checks the digest before it writes; then it calls `landed` or
         `corrupt`.
         """
+        self._num_shown[peer] += 1
         lease = self._leases.find(header.lease_id)
         if lease is None:
             self.counters["piece_stale_lease"] += 1
@@ -281,6 +283,7 @@ class KVReceiver:
         That is no proof of its exit: blocks that a sender may write to by itself are revoked, not free.
         """
         actions = self._end_overdue(now)
+        del self._num_shown[incarnation]
         for waiting in self._offers.all:
             if waiting.offer.source == incarnation:
                 self._offers.remove(waiting)
