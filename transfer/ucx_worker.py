@@ -20,7 +20,7 @@ from kvrelay.transfer.scratch import Scratch
 # UCX logs to stdout, and takes SIGHUP to wait for a debugger. As it reads these when it is loaded, only variables reach
 # it; what users set wins.
 _VARIABLES = {
-    "UCX_LOG_FILE": "/dev/stderr",
+    "UCX_LOG_FILE": "stderr",  # by its name: a path would be opened anew, and what the file holds already cut off
     "UCX_LOG_LEVEL": "fatal",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_DEBUG_SIGNO": "0",

@@ -292,3 +292,17 @@ def test_two_workers_of_a_process_can_be_told_apart() -> None:
     assert first.address != second.address
     first.close()
     second.close()
+
+
+def test_what_a_worker_has_logged_to_a_file_stays_there(tmp_path: Path) -> None:
+    """UCX opens its own log; by a path that leads to ours, it would cut off what is there."""
+    code = """
+import sys
+from kvrelay.transfer.ucx_transport import UcxTransport
+sys.stderr.write("before ")
+UcxTransport("127.0.0.1", "0", incarnation=1).close()
+sys.stderr.write("after")
+"""
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run([sys.executable, "-c", code], stderr=log, check=True)
+    assert (tmp_path / "log").read_text() == "before after"
