@@ -6,8 +6,9 @@ from kvrelay.messages import KVCommit, KVGrant, KVReject, RejectReason, decode
 from kvrelay.transfer.protocol.actions import Adopt, Failed, Send
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, unpack
 from kvrelay.types import RequestKey
+from tests.transfer.network import Flight
 from tests.transfer.nouns import LAYOUT, LEASE_S, NUM_BLOCKS, new_sequence, of
-from tests.transfer.world import Flight, World
+from tests.transfer.world import World
 
 
 @pytest.fixture(params=[False, True], ids=["two_sided", "one_sided"])
@@ -15,13 +16,12 @@ def world(request: pytest.FixtureRequest) -> World:
     return World(one_sided=request.param)
 
 
-def kind(flight: Flight) -> str:
-    return "piece" if flight.is_piece else decode(flight.frame).kind
+IN_DIGEST = 8 * (HEADER_BYTES - 3)  # a bit of a piece, whether its payload flies with it or not
 
 
 def deliver_only(world: World, *kinds: str) -> None:
     """Delivers what is of these kinds, in order, until none is left."""
-    while (index := next((i for i, flight in enumerate(world.network) if kind(flight) in kinds), None)) is not None:
+    while (index := next((i for i, flight in enumerate(world.network) if flight.kind in kinds), None)) is not None:
         world.deliver(index)
 
 
@@ -122,7 +122,7 @@ def test_other_heads_than_the_receivers_are_refused_with_a_sentence(world: World
 
 def test_a_piece_with_a_flipped_bit_is_sent_again(world: World) -> None:
     request_id = until_sent(world)
-    world.flip(0, 8 * (HEADER_BYTES + 3))
+    world.network.flip(0, IN_DIGEST)
     deliver_only(world, "piece", "kv_commit")
     assert (world.log["adopted"], world.log["damaged pieces"]) == (0, 1)
     deliver_only(world, "kv_repair")
@@ -135,7 +135,7 @@ def test_a_piece_with_a_flipped_bit_is_sent_again(world: World) -> None:
 
 def test_a_piece_that_is_lost_is_sent_again(world: World) -> None:
     request_id = until_sent(world)
-    world.lose(0)
+    world.network.drop(0)
     world.settle()
     assert world.adopted[RequestKey(request_id, 1)] == 1
     assert world.log["asked again"] == 1
@@ -143,10 +143,10 @@ def test_a_piece_that_is_lost_is_sent_again(world: World) -> None:
 
 def test_a_network_that_flips_a_bit_each_time_fails_visibly(world: World) -> None:
     until_sent(world)
-    world.flip(0, 8 * (HEADER_BYTES + 3))
+    world.network.flip(0, IN_DIGEST)
     deliver_only(world, "piece", "kv_commit", "kv_repair")
     world.push(0, 2**20)
-    world.flip(0, 8 * (HEADER_BYTES + 3))
+    world.network.flip(0, IN_DIGEST)
     deliver_only(world, "piece")
     assert (world.log["adopted"], world.log["damaged pieces"]) == (0, 2)
     assert world.log["ended: hand_over_failed"] == 1
@@ -219,7 +219,7 @@ def test_a_full_receiver_lets_wait_and_never_loops(world: World) -> None:
         world.grant(0)
     receiver = world.decodes[0].receiver
     assert (receiver.num_leases, receiver.num_waiting) == (2, 2)
-    assert len([flight for flight in world.network if kind(flight) == "kv_grant"]) == 2
+    assert len([flight for flight in world.network if flight.kind == "kv_grant"]) == 2
     world.settle()
     assert world.log["ended: finished"] == 4
 
@@ -276,7 +276,7 @@ def test_an_offer_to_a_restarted_receiver_goes_to_the_next_candidate_not_one_too
     repeated = world.network[0].frame
     deliver_only(world, "kv_reject", "kv_offer")
     incarnation = world.decodes[0].incarnation
-    world.network.append(Flight(incarnation, world.prefills[0].incarnation, repeated, False, world.now))
+    world.network.append(Flight(incarnation, world.prefills[0].incarnation, repeated, "kv_reject", world.now))
     world.settle()
     assert request_id is not None
     assert world.adopted[RequestKey(request_id, 1)] == 1
@@ -284,7 +284,7 @@ def test_an_offer_to_a_restarted_receiver_goes_to_the_next_candidate_not_one_too
 
 def test_a_lost_piece_ends_in_an_error_and_not_in_a_wait_for_ever(world: World) -> None:
     until_sent(world)
-    world.lose(0)
+    world.network.drop(0)
     deliver_only(world, "piece", "kv_commit")
     assert len(world.open) == 1
     world.wait(LEASE_S * 1.2)
@@ -295,7 +295,7 @@ def test_a_lost_piece_ends_in_an_error_and_not_in_a_wait_for_ever(world: World) 
 def test_a_lost_sender_with_a_commit_but_not_all_pieces_is_told_by_the_receiver() -> None:
     world = World(one_sided=False)
     until_sent(world)
-    world.lose(0)
+    world.network.drop(0)
     deliver_only(world, "piece", "kv_commit")
     world.break_connection(0, 0, sender_notices=False)
     assert world.log["ended: worker_lost"] == 1
@@ -356,7 +356,7 @@ def test_a_late_grant_never_aborts_what_already_runs(world: World) -> None:
     deliver_only(world, "piece", "kv_commit", "kv_ack")
     lease_id, (grant, peer) = next(iter(world.decodes[0].grants.items()))
     sender = world.prefills[0].sender
-    world.do_prefill(world.prefills[0], sender.on_message(world.decodes[0].incarnation, grant, world.now))
+    world.prefills[0].do(sender.on_message(world.decodes[0].incarnation, grant, world.now))
     assert (lease_id, peer) == (grant.lease_id, world.prefills[0].incarnation)
     deliver_only(world, "kv_released", "abort")
     assert len(world.decodes[0].running) == 1
@@ -405,7 +405,7 @@ def test_what_a_receiver_remembers_is_bounded_however_many_requests_come(world: 
 
 def test_a_commit_that_nobody_remembers_is_rejected_and_not_adopted(world: World) -> None:
     until_sent(world)
-    commit = next(decode(flight.frame) for flight in world.network if kind(flight) == "kv_commit")
+    commit = next(decode(flight.frame) for flight in world.network if flight.kind == "kv_commit")
     assert isinstance(commit, KVCommit)
     other = commit.model_copy(update={"request_id": "never heard of"})
     actions = world.decodes[0].receiver.on_message(world.prefills[0].incarnation, other, world.now)

@@ -15,7 +15,7 @@ NUM_TOKENS = (1, 2, 3, 4, 5, 7, 9, 16)
 NUM_STEPS = 80
 ORDERLY = {"request": 12, "work": 23, "compute": 7, "push": 8, "grant": 6, "finish": 4, "deliver": 15, "wait": 5}
 GATEWAY = {"abort": 3, "retry": 2, "mayfly": 1}
-FAULTS = {"lose": 4, "flip": 3, "restart_prefill": 2, "restart_decode": 2, "break_connection": 3}
+FAULTS = {"lose": 4, "flip": 4, "truncate": 1, "restart_prefill": 2, "restart_decode": 2, "break_connection": 3}
 MOODS = {
     "gentle": ORDERLY | GATEWAY,
     "rough": ORDERLY | GATEWAY | FAULTS,
@@ -84,10 +84,18 @@ class History:
 
     def lose(self) -> None:
         if self.world.network:
-            self.world.lose(self._random.randrange(len(self.world.network)))
+            self.world.network.drop(self._random.randrange(len(self.world.network)))
 
     def flip(self) -> None:
-        self.world.flip(self._random.randrange(2**16), self._random.randrange(2**16))
+        """Mostly of a piece, whose damage has to be made good."""
+        pieces = [place for place, flight in enumerate(self.world.network) if flight.is_piece]
+        if places := pieces if self._random.random() < 0.8 else range(len(self.world.network)):
+            self.world.network.flip(self._random.choice(places), self._random.randrange(2**16))
+
+    def truncate(self) -> None:
+        if self.world.network:
+            place = self._random.randrange(len(self.world.network))
+            self.world.network.truncate(place, self._random.randrange(2**16))
 
     def restart_prefill(self) -> None:
         self.world.restart_prefill(self._one())

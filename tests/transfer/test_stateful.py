@@ -64,12 +64,17 @@ class HandOverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.network)
     @rule(where=st.integers(0, 2**16))
     def lose(self, where: int) -> None:
-        self.world.lose(where % len(self.world.network))
+        self.world.network.drop(where % len(self.world.network))
 
     @precondition(lambda self: self.world.network)
     @rule(where=st.integers(0, 2**16), bit=st.integers(0, 2**16))
     def flip(self, where: int, bit: int) -> None:
-        self.world.flip(where, bit)
+        self.world.network.flip(where % len(self.world.network), bit)
+
+    @precondition(lambda self: self.world.network)
+    @rule(where=st.integers(0, 2**16), length=st.integers(0, 2**16))
+    def truncate(self, where: int, length: int) -> None:
+        self.world.network.truncate(where % len(self.world.network), length)
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 0.5, 2.0, 9.0, 11.0]))
     def wait(self, seconds: float) -> None:
@@ -154,7 +159,7 @@ def test_a_quiet_world_hands_everything_over(one_sided: bool) -> None:
             world.check()
         world.finish(number % 2)
     world.settle()
-    assert world.log["adopted"] == world.log["handed over"] == world.log["ended: finished"] == len(world.endings)
+    assert world.log["adopted"] == world.log["handed over"] == world.log["ended: finished"] == len(world.fates.endings)
     assert world.log["adopted"] >= 30
     assert world.log["found by prefill"] > 30
     assert world.log["found by decode"] > 30
