@@ -24,7 +24,7 @@ class World:
     """
 
     def __init__(self, *, one_sided: bool, network: Network | None = None) -> None:
-        self.stage = Stage(network or Network(), one_sided=one_sided)
+        self.stage = Stage(Network() if network is None else network, one_sided=one_sided)
         self.fates = self.stage.fates
         self.log = self.stage.log
         self.network = self.stage.network
@@ -168,6 +168,10 @@ class World:
             self.compute(index)
             self.push(index, 64)
             self.grant(index)
+        self.arrive()
+
+    def arrive(self) -> None:
+        """What is due arrives, in order."""
         for flight in self.network.take_due(self.now):
             self._arrive(flight)
 
