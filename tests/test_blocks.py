@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.blocks import BlockManager
+from kvrelay.messages import Ledger
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0), (-1, 16)])
@@ -59,6 +60,12 @@ def test_revoked_blocks_stay_out_of_use_until_the_sender_confirms() -> None:
         blocks.confirm([leased[0], leased[0]])
     blocks.confirm(leased)
     assert blocks.num_free == 2
+
+
+def test_a_ledger_tells_that_a_block_is_lost_or_counted_twice() -> None:
+    assert Ledger(total=4, free=1, cached=1, leased=1, revoked=1).conserved
+    for leased in (0, 2):
+        assert not Ledger(total=4, free=1, cached=1, leased=leased, revoked=1).conserved
 
 
 NAMES = [bytes([65 + index]) for index in range(6)]

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from kvrelay.errors import WireError
 from kvrelay.events import Event
 from kvrelay.messages import (
+    DIGEST_BYTES,
     Abort,
     AnyMessage,
     BlockRun,
@@ -197,3 +198,11 @@ def test_a_flipped_bit_is_noticed_wherever_it_is(message: Message, data: st.Data
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(WireError, match="digest"):
         decode(bytes(frame))
+
+
+def test_a_message_that_was_changed_into_another_one_is_refused() -> None:
+    frame = encode(Resend(source=1, request_id="r", attempt=1, sample=0, from_index=7))
+    changed = frame.replace(b'"from_index":7', b'"from_index":6')
+    assert decode(seal(changed[DIGEST_BYTES:])).kind == "resend"
+    with pytest.raises(WireError, match="do not begin with the digest"):
+        decode(changed)

@@ -52,11 +52,12 @@ def test_a_name_covers_every_token_before_it_the_model_and_the_salt() -> None:
         block_hash(first, (4, 3)),
         block_hash(block_hash(root, (2, 1)), (3, 4)),
         block_hash(block_hash(root_hash("model", ""), (1, 2)), (3, 4)),
+        block_hash(block_hash(root_hash("other", "salt"), (1, 2)), (3, 4)),
         block_hash(block_hash(root_hash("models", "alt"), (1, 2)), (3, 4)),
         block_hash(block_hash(root_hash("", "modelsalt"), (1, 2)), (3, 4)),
         block_hash(root, (1, 2, 3, 4)),
     }
-    assert len(names) == 7
+    assert len(names) == 8
 
 
 def test_only_full_blocks_are_published_and_one_token_is_left_to_compute() -> None:

@@ -1,6 +1,6 @@
 """One lease by itself: which pieces fit, and what is missing."""
 
-from kvrelay.messages import KVOffer, LeaseId
+from kvrelay.messages import MAX_REPAIRS, KVOffer, LeaseId
 from kvrelay.transfer.protocol.lease import Lease, Place, Unfit
 from kvrelay.transfer.protocol.piece import PieceHeader
 from kvrelay.types import SamplingParams
@@ -9,20 +9,27 @@ from tests.transfer.nouns import FINGERPRINT, GATEWAY, LAYOUT, LEASE_S
 LEASE_ID = LeaseId(50, 1)
 
 
-def new_lease(held_blocks: int = 0) -> Lease:
+def new_lease(held_blocks: int = 0, num_tokens: int = 5) -> Lease:
     offer = KVOffer(
         source=1,
         target=50,
         request_id="r",
         attempt=1,
-        prompt_token_ids=(1, 2, 3, 4, 5),
+        prompt_token_ids=tuple(range(num_tokens)),
         params=SamplingParams(max_tokens=4),
         gateway=GATEWAY,
         fingerprint=FINGERPRINT,
         layout=LAYOUT,
         lease_s=LEASE_S,
     )
-    return Lease(LEASE_ID, offer, (7, 8, 9), LAYOUT.block_size, until=LEASE_S, held_blocks=held_blocks)
+    return Lease(
+        LEASE_ID,
+        offer,
+        tuple(range(7, 7 + LAYOUT.num_blocks(num_tokens))),
+        LAYOUT.block_size,
+        until=LEASE_S,
+        held_blocks=held_blocks,
+    )
 
 
 def piece(layer: int, first: int, count: int) -> PieceHeader:
@@ -54,3 +61,14 @@ def test_the_grant_is_the_same_however_often_it_is_asked_for() -> None:
     lease = new_lease(held_blocks=1)
     assert lease.grant(50) == lease.grant(50)
     assert (lease.grant(50).held_blocks, lease.grant(50).block_ids) == (1, (7, 8, 9))
+
+
+def test_of_very_many_missing_blocks_as_many_are_asked_for_as_a_message_holds() -> None:
+    lease = new_lease(num_tokens=4 * MAX_REPAIRS)
+    for block in range(0, 2 * MAX_REPAIRS, 2):
+        lease.accept(piece(0, block, 1))
+        lease.land(piece(0, block, 1))
+    lease.first_token_ids = (9,)
+    lease.commit(0)
+    lease.commit(0)
+    assert len(lease.repairs) == MAX_REPAIRS

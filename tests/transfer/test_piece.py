@@ -12,6 +12,7 @@ from kvrelay.transfer.protocol.piece import (
     DTYPE_CODES,
     HEADER_BYTES,
     PieceHeader,
+    check_piece,
     is_intact,
     pack,
     pack_sealed,
@@ -97,6 +98,14 @@ def test_a_truncated_or_padded_payload_is_not_intact() -> None:
     header, payload = small_piece()
     assert not is_intact(header, payload[:-1])
     assert not is_intact(header, payload + b"\0")
+
+
+def test_a_payload_that_is_not_as_long_as_the_header_says_is_a_wire_error() -> None:
+    header, payload = small_piece()
+    check_piece(pack(header), payload)
+    for wrong in (payload[:-1], payload + b"\0"):
+        with pytest.raises(WireError, match=f"announces {len(payload)} bytes of payload and brings {len(wrong)}"):
+            check_piece(pack(header), wrong)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,19 @@ def test_each_missing_block_is_asked_for_once(receiving: Receiving) -> None:
     assert "Not all of the prompt's KV arrived" in of(expired, Failed)[0].message
 
 
+def test_nothing_more_is_asked_for_before_the_sender_has_answered(receiving: Receiving) -> None:
+    receiving.arrives_damaged(piece(receiving.granted, 0, 0, 1))
+    for _ in range(3):
+        assert runs(receiving.commits()) == [(BlockRun(0, 0, 1),)]
+
+
+def test_what_was_asked_for_in_vain_does_not_keep_the_rest_from_being_asked_for(receiving: Receiving) -> None:
+    receiving.arrives_damaged(piece(receiving.granted, 0, 0, 1))
+    receiving.land_rest((0, 0), (1, 1))
+    receiving.commits(num_repaired=1)
+    assert runs(receiving.commits(num_repaired=1)) == [(BlockRun(0, 0, 1), BlockRun(1, 1, 1))]
+
+
 def test_held_blocks_are_never_asked_for() -> None:
     receiving = Receiving()
     receiving.receiver._leases.of_request("r").landed[0] |= 1  # type: ignore[union-attr]
@@ -175,8 +188,7 @@ def test_runs_of_a_mask() -> None:
 # the sender
 
 
-@pytest.fixture
-def sender() -> KVSender:
+def granted_sender() -> KVSender:
     """Its prompt of three blocks, of which two are computed in both layers, is granted."""
     sender = new_sender(P)
     sender.offer(sequence_of(KEY, 5, block_table=[7, 3, 9]), (new_peer(D),), 1, now=0.0)
@@ -185,6 +197,11 @@ def sender() -> KVSender:
     sender.advance(KEY, 0, 4)
     sender.advance(KEY, 1, 4)
     return sender
+
+
+@pytest.fixture
+def sender() -> KVSender:
+    return granted_sender()
 
 
 def asks(sender: KVSender, *again: BlockRun, lease_id: LeaseId = LEASE) -> None:
