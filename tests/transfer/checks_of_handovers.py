@@ -5,6 +5,7 @@ from kvrelay.transfer.protocol.refusals import fault_of_grant
 from tests.transfer import test_conversion as conversion
 from tests.transfer import test_repair as repair
 from tests.transfer import test_sender as sender
+from tests.transfer import test_sender_doubts as sender_doubts
 from tests.transfer.cut import cut
 
 CHECKS_OF_HANDOVERS = [
@@ -14,7 +15,7 @@ CHECKS_OF_HANDOVERS = [
     ),
     *cut(
         Handover.is_through,
-        (" and min(self.sent) == self.num_blocks", sender.test_the_commit_waits_for_the_last_piece),
+        (" and min(self.sent) == self.num_blocks", sender_doubts.test_the_commit_waits_for_the_last_piece),
         (" and not self.repairs", repair.test_a_commit_that_is_repeated_meanwhile_does_not_say_that_it_was_done),
     ),
     *cut(
@@ -23,7 +24,11 @@ CHECKS_OF_HANDOVERS = [
             "len(self.block_ids) != self.num_blocks",
             sender.test_a_layer_written_without_the_whole_prompt_reserved_is_our_own_fault_and_said_so,
         ),
-        ("not self.block_ids", sender.test_what_is_read_is_what_was_there_when_the_first_layer_was_written, "True"),
+        (
+            "not self.block_ids",
+            sender_doubts.test_what_is_read_is_what_was_there_when_the_first_layer_was_written,
+            "True",
+        ),
     ),
     *cut(
         Handover.hold,
@@ -37,10 +42,14 @@ CHECKS_OF_HANDOVERS = [
             sender.test_blocks_that_the_receiver_holds_are_not_sent,
             "[0] * len(self.sent)",
         ),
-        ("self.repairs.clear()", sender.test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten, "pass"),
+        (
+            "self.repairs.clear()",
+            sender_doubts.test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten,
+            "pass",
+        ),
         (
             "self.num_asked, self.commit_again = 0, False",
-            sender.test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten,
+            sender_doubts.test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten,
             "pass",
         ),
     ),
@@ -71,7 +80,7 @@ CHECKS_OF_HANDOVERS = [
         Handover._piece,
         (
             " if grant.block_size == layout.block_size else ()",
-            sender.test_blocks_of_another_size_are_not_named_as_places_to_write_to,
+            sender_doubts.test_blocks_of_another_size_are_not_named_as_places_to_write_to,
         ),
     ),
     *cut(
@@ -86,7 +95,7 @@ CHECKS_OF_HANDOVERS = [
         ),
         (
             "not theirs.why_not_from(layout) and ",
-            sender.test_a_grant_in_blocks_of_a_size_that_does_not_fit_is_given_back,
+            sender_doubts.test_a_grant_in_blocks_of_a_size_that_does_not_fit_is_given_back,
         ),
         (
             " and grant.held_blocks * grant.block_size % layout.block_size == 0",

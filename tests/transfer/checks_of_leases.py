@@ -6,6 +6,7 @@ from tests.transfer import test_conversion as conversion
 from tests.transfer import test_held_blocks as held_blocks
 from tests.transfer import test_lease as lease
 from tests.transfer import test_receiver as receiver
+from tests.transfer import test_receiver_doubts as receiver_doubts
 from tests.transfer import test_repair as repair
 from tests.transfer.cut import cut
 
@@ -135,7 +136,7 @@ CHECKS_OF_LEASES = [
     ),
     *cut(
         Leases.confirm,
-        ("lease_id != revoked.lease.lease_id or ", receiver.test_only_the_lease_that_is_let_go_is_freed),
+        ("lease_id != revoked.lease.lease_id or ", receiver_doubts.test_only_the_lease_that_is_let_go_is_freed),
         (" or sender != revoked.lease.sender", receiver.test_blocks_stay_revoked_until_the_sender_lets_go),
     ),
     *cut(

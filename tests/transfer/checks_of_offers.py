@@ -6,6 +6,7 @@ from kvrelay.transfer.protocol.memory import Remembered
 from kvrelay.transfer.protocol.offers import Offers
 from tests.transfer import test_memory as memory
 from tests.transfer import test_receiver as receiver
+from tests.transfer import test_receiver_doubts as receiver_doubts
 from tests.transfer.cut import cut
 
 CHECKS_OF_OFFERS = [
@@ -21,7 +22,7 @@ CHECKS_OF_OFFERS = [
         History.answer_commit,
         (
             "ended.attempt != commit.attempt",
-            receiver.test_a_commit_of_an_attempt_that_never_came_is_not_answered_for_the_one_before,
+            receiver_doubts.test_a_commit_of_an_attempt_that_never_came_is_not_answered_for_the_one_before,
         ),
         ("not ended.told", receiver.test_a_commit_after_the_lease_ended_fails_at_the_gateway_once, "True"),
         ("not ended.told", receiver.test_a_commit_after_the_lease_ended_fails_at_the_gateway_once),

@@ -4,6 +4,7 @@ from kvrelay.transfer.protocol.receiver import KVReceiver
 from tests.transfer import test_conversion as conversion
 from tests.transfer import test_faults as faults
 from tests.transfer import test_receiver as receiver
+from tests.transfer import test_receiver_doubts as receiver_doubts
 from tests.transfer import test_repair as repair
 from tests.transfer.cut import cut
 
@@ -15,7 +16,7 @@ CHECKS_OF_RECEIVER = [
         ("message.target not in (0, self.incarnation)", receiver.test_messages_for_another_incarnation_are_stale),
         (
             "actions = self._end_overdue(now)",
-            receiver.test_a_commit_after_the_lease_ended_comes_too_late_even_without_a_tick,
+            receiver_doubts.test_a_commit_after_the_lease_ended_comes_too_late_even_without_a_tick,
             "actions = []",
         ),
     ),
@@ -42,7 +43,7 @@ CHECKS_OF_RECEIVER = [
     ),
     *cut(
         KVReceiver._on_known_offer,
-        (" if lease.sender == peer else []", receiver.test_the_same_offer_of_somebody_else_gets_no_grant),
+        (" if lease.sender == peer else []", receiver_doubts.test_the_same_offer_of_somebody_else_gets_no_grant),
     ),
     *cut(
         KVReceiver._enqueue,
@@ -99,11 +100,11 @@ CHECKS_OF_RECEIVER = [
         KVReceiver.landed,
         (
             " or lease.sender != header.sender",
-            receiver.test_a_piece_that_another_was_accepted_for_neither_lands_nor_is_asked_for_again,
+            receiver_doubts.test_a_piece_that_another_was_accepted_for_neither_lands_nor_is_asked_for_again,
         ),
         (
             "actions = self._end_overdue(now)",
-            receiver.test_what_is_verified_after_the_lease_ended_comes_too_late_even_without_a_tick,
+            receiver_doubts.test_what_is_verified_after_the_lease_ended_comes_too_late_even_without_a_tick,
             "actions = []",
         ),
     ),
@@ -111,11 +112,11 @@ CHECKS_OF_RECEIVER = [
         KVReceiver.corrupt,
         (
             " or lease.sender != header.sender",
-            receiver.test_a_piece_that_another_was_accepted_for_neither_lands_nor_is_asked_for_again,
+            receiver_doubts.test_a_piece_that_another_was_accepted_for_neither_lands_nor_is_asked_for_again,
         ),
         (
             "actions = self._end_overdue(now)",
-            receiver.test_what_is_verified_after_the_lease_ended_comes_too_late_even_without_a_tick,
+            receiver_doubts.test_what_is_verified_after_the_lease_ended_comes_too_late_even_without_a_tick,
             "actions = []",
         ),
         (
@@ -142,8 +143,16 @@ CHECKS_OF_RECEIVER = [
         ),
         (" or not fits", receiver.test_first_come_first_served_and_none_is_passed_over),
         ("max_sequences > 0 and ", receiver.test_an_offer_waits_for_the_schedulers_room_and_is_then_granted),
-        ("max_sequences - 1", receiver.test_no_more_sequences_are_granted_than_there_is_room_for, "max_sequences"),
-        ("max_blocks - lease.num_taken", receiver.test_no_more_blocks_are_granted_than_there_is_room_for, "max_blocks"),
+        (
+            "max_sequences - 1",
+            receiver_doubts.test_no_more_sequences_are_granted_than_there_is_room_for,
+            "max_sequences",
+        ),
+        (
+            "max_blocks - lease.num_taken",
+            receiver_doubts.test_no_more_blocks_are_granted_than_there_is_room_for,
+            "max_blocks",
+        ),
         (
             "actions = self._end_overdue(now)",
             receiver.test_an_offer_whose_sender_has_given_up_leaves_the_queue,
@@ -161,14 +170,18 @@ CHECKS_OF_RECEIVER = [
     ),
     *cut(
         KVReceiver.on_memory_shared,
-        ("not self._gone.get(incarnation)", receiver.test_who_is_gone_is_no_writer_whichever_is_heard_of_first, "True"),
+        (
+            "not self._gone.get(incarnation)",
+            receiver_doubts.test_who_is_gone_is_no_writer_whichever_is_heard_of_first,
+            "True",
+        ),
     ),
     *cut(
         KVReceiver.on_peer_exited,
         ("self._leases.confirm_all(incarnation)", receiver.test_revoked_blocks_are_freed_by_the_senders_exit, "pass"),
         (
             "self._writers.discard(incarnation)",
-            receiver.test_who_is_gone_is_no_writer_whichever_is_heard_of_first,
+            receiver_doubts.test_who_is_gone_is_no_writer_whichever_is_heard_of_first,
             "pass",
         ),
         (
@@ -255,6 +268,6 @@ CHECKS_OF_RECEIVER = [
     ),
     *cut(
         KVReceiver._fail,
-        ("told=True", receiver.test_an_end_that_was_told_with_the_commit_here_is_not_told_again, "told=False"),
+        ("told=True", receiver_doubts.test_an_end_that_was_told_with_the_commit_here_is_not_told_again, "told=False"),
     ),
 ]

@@ -4,6 +4,7 @@ from kvrelay.transfer.protocol.sender import KVSender
 from tests.transfer import test_faults as faults
 from tests.transfer import test_repair as repair
 from tests.transfer import test_sender as sender
+from tests.transfer import test_sender_doubts as sender_doubts
 from tests.transfer.cut import cut
 
 CHECKS_OF_SENDER = [
@@ -31,10 +32,10 @@ CHECKS_OF_SENDER = [
             "len(first_token_ids) != handover.num_samples",
             sender.test_no_candidates_or_too_few_first_tokens_are_our_own_fault_and_said_so,
         ),
-        (" or handover.first_token_ids", sender.test_the_first_tokens_are_those_that_were_told_first),
+        (" or handover.first_token_ids", sender_doubts.test_the_first_tokens_are_those_that_were_told_first),
         (
             "actions = self._end_overdue(now)",
-            sender.test_what_comes_after_the_deadline_comes_too_late_even_without_a_tick,
+            sender_doubts.test_what_comes_after_the_deadline_comes_too_late_even_without_a_tick,
             "actions = []",
         ),
     ),
@@ -68,7 +69,7 @@ CHECKS_OF_SENDER = [
         ),
         (
             "actions = self._end_overdue(now)",
-            sender.test_what_comes_after_the_deadline_comes_too_late_even_without_a_tick,
+            sender_doubts.test_what_comes_after_the_deadline_comes_too_late_even_without_a_tick,
             "actions = []",
         ),
     ),
@@ -98,7 +99,7 @@ CHECKS_OF_SENDER = [
     *cut(
         KVSender._on_refusal,
         (" or handover.peer.incarnation != peer", sender.test_a_refused_offer_goes_to_the_next_candidate),
-        (" or handover.phase is not Phase.OFFERED", sender.test_a_refusal_after_the_grant_changes_nothing),
+        (" or handover.phase is not Phase.OFFERED", sender_doubts.test_a_refusal_after_the_grant_changes_nothing),
     ),
     *cut(
         KVSender._on_repair,
@@ -111,7 +112,10 @@ CHECKS_OF_SENDER = [
     ),
     *cut(
         KVSender._on_ack,
-        (" or handover.phase is not Phase.COMMITTED", sender.test_an_ack_of_another_or_before_the_commit_ends_nothing),
+        (
+            " or handover.phase is not Phase.COMMITTED",
+            sender_doubts.test_an_ack_of_another_or_before_the_commit_ends_nothing,
+        ),
         (
             " or not self._holds(handover, peer, ack.lease_id)",
             sender.test_an_ack_ends_it_and_a_second_one_is_only_counted,
@@ -123,7 +127,7 @@ CHECKS_OF_SENDER = [
             " and self._is_about(handover, peer, reject)",
             sender.test_a_reject_about_another_lease_is_confirmed_and_changes_nothing,
         ),
-        (" or lease_id.incarnation != peer", sender.test_nobody_is_told_that_anothers_lease_is_over),
+        (" or lease_id.incarnation != peer", sender_doubts.test_nobody_is_told_that_anothers_lease_is_over),
         (
             " or self._is_held(lease_id)",
             sender.test_a_lease_that_is_still_written_to_is_not_confirmed_whichever_attempt_a_reject_names,
@@ -151,7 +155,7 @@ CHECKS_OF_SENDER = [
         ),
         (
             "handover.peer.incarnation == peer",
-            sender.test_a_reject_of_a_candidate_that_was_not_asked_changes_nothing,
+            sender_doubts.test_a_reject_of_a_candidate_that_was_not_asked_changes_nothing,
             "True",
         ),
         (
@@ -162,7 +166,10 @@ CHECKS_OF_SENDER = [
     ),
     *cut(
         KVSender._holds,
-        (" and handover.peer.incarnation == peer", sender.test_an_ack_of_another_or_before_the_commit_ends_nothing),
+        (
+            " and handover.peer.incarnation == peer",
+            sender_doubts.test_an_ack_of_another_or_before_the_commit_ends_nothing,
+        ),
         (" and handover.grant.lease_id == lease_id", sender.test_an_ack_ends_it_and_a_second_one_is_only_counted),
     ),
     *cut(

@@ -16,7 +16,14 @@ from types import CodeType, FunctionType
 
 import pytest
 
-from tests.transfer import test_faults, test_receiver, test_repair, test_sender
+from tests.transfer import (
+    test_faults,
+    test_receiver,
+    test_receiver_doubts,
+    test_repair,
+    test_sender,
+    test_sender_doubts,
+)
 from tests.transfer.nouns import new_sender
 from tests.transfer.world import World
 
@@ -27,9 +34,12 @@ Maker = Callable[[], object]
 MAKERS: dict[tuple[str, str], Maker] = {
     (test_receiver.__name__, "bench"): test_receiver.Bench,
     (test_receiver.__name__, "one_sided"): partial(test_receiver.Bench, one_sided=True),
+    (test_receiver_doubts.__name__, "bench"): test_receiver.Bench,
+    (test_receiver_doubts.__name__, "one_sided"): partial(test_receiver.Bench, one_sided=True),
     (test_repair.__name__, "receiving"): test_repair.Receiving,
     (test_repair.__name__, "sender"): test_repair.granted_sender,
     (test_sender.__name__, "sender"): partial(new_sender, test_sender.P),
+    (test_sender_doubts.__name__, "sender"): partial(new_sender, test_sender.P),
     (test_faults.__name__, "world"): partial(World, one_sided=True),
 }
 

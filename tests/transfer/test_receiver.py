@@ -144,23 +144,6 @@ def test_the_same_offer_gets_the_same_grant(bench: Bench) -> None:
     assert bench.receiver.num_leases == 1
 
 
-def test_the_same_offer_of_somebody_else_gets_no_grant(bench: Bench) -> None:
-    bench.lease()
-    assert bench.offer(source=OTHER) == []
-
-
-def test_no_more_sequences_are_granted_than_there_is_room_for(bench: Bench) -> None:
-    for name in "abc":
-        bench.offer(name, num_tokens=2)
-    assert len(messages(bench.receiver.grant(NUM_BLOCKS, 2, now=0.0), KVGrant)) == 2
-
-
-def test_no_more_blocks_are_granted_than_there_is_room_for(bench: Bench) -> None:
-    for name in "ab":
-        bench.offer(name)
-    assert len(messages(bench.receiver.grant(4, 9, now=0.0), KVGrant)) == 1
-
-
 def test_a_repeated_offer_waits_once(bench: Bench) -> None:
     bench.offer()
     assert bench.offer() == []
@@ -347,34 +330,6 @@ def test_a_second_piece_for_the_same_block_is_dropped(bench: Bench) -> None:
     assert bench.receiver.counters["piece_duplicate"] == 1
 
 
-def test_a_piece_that_another_was_accepted_for_neither_lands_nor_is_asked_for_again(bench: Bench) -> None:
-    lease = bench.lease()
-    bench.commit(lease)
-    for layer in range(LAYOUT.num_layers):
-        assert bench.receiver.accept(P, piece(lease, layer, 0, 3)) is not None
-        assert bench.receiver.landed(replace(piece(lease, layer, 0, 3), sender=OTHER), now=0.0) == []
-    assert bench.receiver.corrupt(replace(piece(lease), sender=OTHER), now=0.0) == []
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_what_is_verified_after_the_lease_ended_comes_too_late_even_without_a_tick(bench: Bench, damaged: bool) -> None:
-    lease = bench.lease()
-    bench.commit(lease)
-    bench.land(piece(lease, 0, 0, 3))
-    last = piece(lease, 1, 0, 3)
-    assert bench.receiver.accept(P, last) is not None
-    told = bench.receiver.corrupt if damaged else bench.receiver.landed
-    assert [type(action) for action in told(last, LEASE_S)] == [Send, Failed]
-    assert bench.state == (NUM_BLOCKS, 0, 0)
-
-
-def test_a_commit_after_the_lease_ended_comes_too_late_even_without_a_tick(bench: Bench) -> None:
-    lease = bench.lease()
-    bench.land_all(lease)
-    assert not of(bench.commit(lease, now=LEASE_S), Adopt)
-    assert bench.state == (NUM_BLOCKS, 0, 0)
-
-
 def test_the_same_commit_gets_the_same_ack_until_it_is_forgotten(bench: Bench) -> None:
     lease = bench.lease()
     bench.land_all(lease)
@@ -396,23 +351,6 @@ def test_a_commit_under_another_lease_or_of_another_sender_changes_nothing(bench
     assert bench.commit(lease, source=OTHER) == []
     assert of(bench.commit(lease), Adopt)
     assert rejects(bench.commit(wrong)) == [(RejectReason.UNKNOWN, wrong.lease_id)]
-
-
-def test_an_end_that_was_told_with_the_commit_here_is_not_told_again(bench: Bench) -> None:
-    lease = bench.lease()
-    bench.commit(lease)
-    assert len(of(bench.receiver.tick(LEASE_S), Failed)) == 1
-    again = bench.commit(lease, now=LEASE_S)
-    assert rejects(again) == [(RejectReason.EXPIRED, lease.lease_id)]
-    assert not of(again, Failed)
-
-
-def test_a_commit_of_an_attempt_that_never_came_is_not_answered_for_the_one_before(bench: Bench) -> None:
-    lease = bench.lease()
-    bench.land_all(lease)
-    bench.commit(lease)
-    unknown = lease.model_copy(update={"attempt": 2})
-    assert rejects(bench.commit(unknown)) == [(RejectReason.UNKNOWN, lease.lease_id)]
 
 
 def test_a_commit_of_an_older_attempt_is_told_that_it_was_aborted(bench: Bench) -> None:
@@ -554,14 +492,6 @@ def test_blocks_stay_revoked_until_the_sender_lets_go(one_sided: Bench, how: str
     assert one_sided.receiver.next_deadline() is None
 
 
-def test_only_the_lease_that_is_let_go_is_freed(one_sided: Bench) -> None:
-    lease = one_sided.lease()
-    one_sided.receiver.tick(LEASE_S)
-    other = lease.model_copy(update={"lease_id": LeaseId(D + 1, lease.lease_id.counter)})
-    one_sided.release(other, now=LEASE_S)
-    assert one_sided.state == (NUM_BLOCKS - 3, 0, 3)
-
-
 def test_revoked_blocks_are_freed_by_the_senders_exit(one_sided: Bench) -> None:
     one_sided.lease()
     one_sided.receiver.tick(LEASE_S)
@@ -584,15 +514,6 @@ def test_an_offer_of_a_sender_whose_exit_was_observed_is_not_taken(one_sided: Be
     one_sided.receiver.on_memory_shared(P)  # said before the exit, heard after it
     assert one_sided.offer() == []
     assert one_sided.receiver.num_waiting == 0
-
-
-def test_who_is_gone_is_no_writer_whichever_is_heard_of_first(bench: Bench) -> None:
-    bench.receiver.on_memory_shared(P)
-    for _ in range(2):
-        bench.receiver.on_peer_exited(P, now=0.0)
-        assert not bench.receiver._writers
-        bench.receiver.on_memory_shared(P)
-    assert not bench.receiver._writers
 
 
 def test_only_who_shares_the_memory_when_it_is_granted_may_write_under_a_lease(bench: Bench) -> None:
