@@ -270,4 +270,16 @@ CHECKS_OF_RECEIVER = [
         KVReceiver._fail,
         ("told=True", receiver_doubts.test_an_end_that_was_told_with_the_commit_here_is_not_told_again, "told=False"),
     ),
+    *cut(
+        KVReceiver._tell_aborted,
+        ("told_by == offer.source", receiver_doubts.test_a_sender_is_not_told_of_its_own_abort),
+    ),
+    *cut(
+        KVReceiver._abort_gateway,
+        (
+            "lease.offer.gateway == incarnation",
+            receiver_doubts.test_the_loss_of_a_gateway_ends_nobody_elses_leases,
+            "True",
+        ),
+    ),
 ]

@@ -54,6 +54,11 @@ CHECKS_OF_SENDER = [
     ),
     *cut(
         KVSender.on_peer_lost,
+        (
+            "handover.peer.incarnation == incarnation",
+            sender_doubts.test_the_loss_of_another_receiver_changes_nothing,
+            "True",
+        ),
         ("handover.sequence.gateway == incarnation", sender.test_the_loss_of_a_gateway_aborts_its_requests),
         (
             " and handover.phase is not Phase.COMMITTED",
@@ -147,7 +152,19 @@ CHECKS_OF_SENDER = [
         ),
     ),
     *cut(
+        KVSender.has_pending,
+        (" or handover.is_through", sender_doubts.test_a_commit_that_is_due_is_something_to_send),
+    ),
+    *cut(
         KVSender._is_about,
+        (
+            "reject.reason is RejectReason.STALE",
+            sender_doubts.test_an_offer_is_rejected_without_a_lease_or_for_an_incarnation_that_is_gone,
+        ),
+        (
+            "handover.phase is Phase.OFFERED",
+            sender_doubts.test_an_offer_is_rejected_without_a_lease_or_for_an_incarnation_that_is_gone,
+        ),
         (
             "reject.meant_for == handover.peer.incarnation",
             faults.test_an_offer_to_a_restarted_receiver_goes_to_the_next_candidate_not_one_too_far,

@@ -6,7 +6,7 @@ import pytest
 
 from kvrelay.messages import KVGrant, LeaseId, RejectReason
 from kvrelay.transfer.protocol.actions import Adopt, Failed, Send
-from tests.transfer.nouns import LAYOUT, LEASE_S, NUM_BLOCKS, messages, of
+from tests.transfer.nouns import GATEWAY, LAYOUT, LEASE_S, NUM_BLOCKS, messages, of
 from tests.transfer.test_receiver import OTHER, Bench, D, P, piece, rejects
 
 
@@ -97,3 +97,15 @@ def test_who_is_gone_is_no_writer_whichever_is_heard_of_first(bench: Bench) -> N
         assert not bench.receiver._writers
         bench.receiver.on_memory_shared(P)
     assert not bench.receiver._writers
+
+
+def test_a_sender_is_not_told_of_its_own_abort(bench: Bench) -> None:
+    assert bench.abort_by_sender(bench.lease()) == []
+
+
+def test_the_loss_of_a_gateway_ends_nobody_elses_leases(bench: Bench) -> None:
+    bench.offer("mine")
+    bench.offer("theirs", gateway=GATEWAY + 1)
+    bench.grant()
+    bench.receiver.on_peer_lost(GATEWAY, now=0.0)
+    assert [lease.key.request_id for lease in bench.receiver._leases] == ["theirs"]

@@ -14,10 +14,24 @@ from kvrelay.messages import (
     RefusalReason,
     RejectReason,
 )
-from kvrelay.transfer.protocol.actions import Failed, FirstTokenDue, HandedOver
+from kvrelay.transfer.protocol.actions import Dropped, Failed, FirstTokenDue, HandedOver
 from kvrelay.transfer.protocol.sender import KVSender
 from tests.transfer.nouns import LAYOUT, LEASE_S, MARGIN_S, messages, new_sender, pieces
-from tests.transfer.test_sender import ABOUT, D0, D1, KEY, LEASE, P, grant, granted, kinds, offered, refusal, reject
+from tests.transfer.test_sender import (
+    ABOUT,
+    D0,
+    D1,
+    KEY,
+    LEASE,
+    NUM_BLOCKS,
+    P,
+    grant,
+    granted,
+    kinds,
+    offered,
+    refusal,
+    reject,
+)
 
 
 @pytest.fixture
@@ -110,3 +124,26 @@ def test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten(sender: 
     sent = sender.next_pieces(2**20, now=0.0)
     assert [piece.header.num_blocks for piece in pieces(sent)] == [3, 3]
     assert [message.num_repaired for message in messages(sent, KVCommit)] == [0]
+
+
+def test_the_loss_of_another_receiver_changes_nothing(sender: KVSender) -> None:
+    granted(sender)
+    assert sender.on_peer_lost(D1, now=0.0) == []
+    assert sender.commit(KEY, (5,), now=0.0) == [FirstTokenDue(KEY)]
+
+
+def test_a_commit_that_is_due_is_something_to_send(sender: KVSender) -> None:
+    offered(sender)
+    sender.on_message(D0, grant(held=NUM_BLOCKS), now=0.0)
+    assert not sender.has_pending
+    sender.commit(KEY, (5,), now=0.0)
+    assert sender.has_pending
+    assert messages(sender.next_pieces(0, now=0.0), KVCommit)
+    assert not sender.has_pending
+
+
+def test_an_offer_is_rejected_without_a_lease_or_for_an_incarnation_that_is_gone(sender: KVSender) -> None:
+    offered(sender)
+    stale = reject(RejectReason.STALE, None, source=99).model_copy(update={"meant_for": D0})
+    assert kinds(sender.on_message(99, stale, now=0.0)) == [KVOffer]
+    assert kinds(sender.on_message(D1, reject(RejectReason.ABORTED, None, source=D1), now=0.0)) == [Dropped]
