@@ -48,7 +48,7 @@ CHECKS_OF_HANDOVERS = [
             "pass",
         ),
         (
-            "self.num_asked, self.commit_again = 0, False",
+            "self.num_asked, self.num_damaged, self.commit_again = 0, 0, False",
             sender_doubts.test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten,
             "pass",
         ),

@@ -4,7 +4,7 @@ from kvrelay.blocks import BlockManager
 from kvrelay.messages import Ledger, decode
 from kvrelay.prefixes import Prefixes, block_hash, root_hash
 from kvrelay.transfer.ports import Inlet, Outlet
-from kvrelay.transfer.protocol.piece import _check_size, check_piece, digest, is_intact, unpack
+from kvrelay.transfer.protocol.piece import _check_size, check_piece, digest, is_intact, split, unpack
 from tests import test_blocks as blocks
 from tests import test_messages as messages
 from tests import test_prefixes as prefixes
@@ -37,12 +37,20 @@ CHECKS_OF_KV = [
         _check_size,
         ("not unit or ", piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error),
         (
-            "header.payload_bytes % unit or ",
+            "size % unit or ",
             piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error,
         ),
         (
-            "not 0 < header.payload_bytes // unit < 2**16",
+            "not 0 < size // unit < 2**16",
             piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error,
+        ),
+    ),
+    *cut(
+        split,
+        ("not frame or ", piece.test_headers_that_lie_behind_each_other_are_told_apart_if_they_are_whole),
+        (
+            " or len(frame) % HEADER_BYTES",
+            piece.test_headers_that_lie_behind_each_other_are_told_apart_if_they_are_whole,
         ),
     ),
     *cut(

@@ -67,7 +67,7 @@ def test_of_very_many_missing_blocks_as_many_are_asked_for_as_a_message_holds() 
     lease = new_lease(num_tokens=4 * MAX_REPAIRS)
     for block in range(0, 2 * MAX_REPAIRS, 2):
         lease.accept(piece(0, block, 1))
-        lease.land(piece(0, block, 1))
+        lease.land(piece(0, block, 1), now=0.0)
     lease.first_token_ids = (9,)
     lease.commit(0)
     lease.commit(0)

@@ -1,7 +1,5 @@
 """What a receiver does not take at its word: what comes too late, twice or from somebody else; how much it takes."""
 
-from dataclasses import replace
-
 import pytest
 
 from kvrelay.messages import KVGrant, LeaseId, RejectReason
@@ -42,8 +40,8 @@ def test_a_piece_that_another_was_accepted_for_neither_lands_nor_is_asked_for_ag
     bench.commit(lease)
     for layer in range(LAYOUT.num_layers):
         assert bench.receiver.accept(P, piece(lease, layer, 0, 3)) is not None
-        assert bench.receiver.landed(replace(piece(lease, layer, 0, 3), sender=OTHER), now=0.0) == []
-    assert bench.receiver.corrupt(replace(piece(lease), sender=OTHER), now=0.0) == []
+        assert bench.receiver.landed(piece(lease, layer, 0, 3)._replace(sender=OTHER), now=0.0) == []
+    assert bench.receiver.corrupt(piece(lease)._replace(sender=OTHER), now=0.0) == []
 
 
 @pytest.mark.parametrize("damaged", [False, True])
