@@ -79,13 +79,20 @@ CHECKS_OF_LEASES = [
     *cut(
         Lease.commit,
         (
-            "max(self.num_repaired, num_repaired)",
+            "max(self.num_repaired, news[0])",
             repair.test_an_older_commit_that_comes_late_takes_nothing_back,
-            "num_repaired",
+            "news[0]",
         ),
         ("if stalled and", receiver.test_one_missing_block_of_one_layer_is_enough_to_wait, "if"),
         (" and not self.may_be_written", repair.test_nothing_more_is_asked_for_before_the_sender_has_answered),
-        (" and num_repaired == self.num_repaired", repair.test_an_older_commit_that_comes_late_takes_nothing_back),
+        (
+            "news == (self.num_repaired, self.num_shown) and ",
+            repair.test_what_waits_behind_other_pieces_of_its_sender_is_not_missing,
+        ),
+        (
+            " and now - self.committed_at >= _PATIENCE_S",
+            repair.test_what_is_missing_when_nothing_more_comes_is_asked_for,
+        ),
         (
             "[: MAX_REPAIRS - len(self.repairs)]",
             lease.test_of_very_many_missing_blocks_as_many_are_asked_for_as_a_message_holds,

@@ -69,6 +69,6 @@ def test_of_very_many_missing_blocks_as_many_are_asked_for_as_a_message_holds() 
         lease.accept(piece(0, block, 1))
         lease.land(piece(0, block, 1), now=0.0)
     lease.first_token_ids = (9,)
-    lease.commit(0)
-    lease.commit(0)
+    lease.commit(0, num_shown=5, now=0.0)
+    lease.commit(0, num_shown=5, now=1.0)
     assert len(lease.repairs) == MAX_REPAIRS

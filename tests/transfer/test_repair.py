@@ -152,15 +152,15 @@ def test_each_missing_block_is_asked_for_once(receiving: Receiving) -> None:
 
 def test_nothing_more_is_asked_for_before_the_sender_has_answered(receiving: Receiving) -> None:
     receiving.arrives_damaged(piece(receiving.granted, 0, 0, 1))
-    for _ in range(3):
-        assert runs(receiving.commits()) == [(BlockRun(0, 0, 1),)]
+    for second in range(3):
+        assert runs(receiving.commits(now=float(second))) == [(BlockRun(0, 0, 1),)]
 
 
 def test_what_was_asked_for_in_vain_does_not_keep_the_rest_from_being_asked_for(receiving: Receiving) -> None:
     receiving.arrives_damaged(piece(receiving.granted, 0, 0, 1))
     receiving.land_rest((0, 0), (1, 1))
     receiving.commits(num_repaired=1)
-    assert runs(receiving.commits(num_repaired=1)) == [(BlockRun(0, 0, 1), BlockRun(1, 1, 1))]
+    assert runs(receiving.commits(num_repaired=1, now=1.0)) == [(BlockRun(0, 0, 1), BlockRun(1, 1, 1))]
 
 
 def test_held_blocks_are_never_asked_for() -> None:

@@ -148,7 +148,7 @@ class Lease:
         """
         news = (min(num_repaired, len(self.repairs)), num_shown)
         stalled = news == (self.num_repaired, self.num_shown) and now - self.committed_at >= _PATIENCE_S
-        if news != (self.num_repaired, self.num_shown) or self.committed_at == inf:
+        if news != (self.num_repaired, self.num_shown):
             self.committed_at = now
         self.num_repaired, self.num_shown = max(self.num_repaired, news[0]), num_shown
         if stalled and not self.may_be_written:
