@@ -9,8 +9,15 @@ import zmq
 
 from kvrelay import channel
 from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, Listener, port_range, routing_id, split_endpoint
+from kvrelay.encoding import encode
 from kvrelay.errors import AddressInUse, WireError
-from kvrelay.messages import Drain, GatewayHello, KVCommit, LeaseId, Message, encode
+from kvrelay.messages import (
+    Drain,
+    GatewayHello,
+    KVCommit,
+    LeaseId,
+    Message,
+)
 
 HERE, THERE = 2**64 - 1, 17
 DEADLINE_S = 10.0

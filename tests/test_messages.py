@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvrelay.encoding import DIGEST_BYTES, decode, encode, seal
 from kvrelay.errors import WireError
 from kvrelay.events import Event
 from kvrelay.messages import (
-    DIGEST_BYTES,
     Abort,
     AnyMessage,
     BlockRun,
@@ -47,9 +47,6 @@ from kvrelay.messages import (
     WorkerHello,
     WorkerLoad,
     WorkerStatus,
-    decode,
-    encode,
-    seal,
 )
 from kvrelay.types import FinishReason, KVLayout, Role, SamplingParams
 

@@ -11,8 +11,14 @@ from collections import Counter
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvrelay.encoding import decode, encode
 from kvrelay.errors import AddressInUse, WireError
-from kvrelay.messages import AnyMessage, KVCommit, KVOffer, Message, decode, encode
+from kvrelay.messages import (
+    AnyMessage,
+    KVCommit,
+    KVOffer,
+    Message,
+)
 from kvrelay.types import Incarnation
 
 log = logging.getLogger(__name__)

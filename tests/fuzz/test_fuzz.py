@@ -13,8 +13,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from kvrelay.block_memory import Geometry
+from kvrelay.encoding import DIGEST_BYTES, decode, encode, seal
 from kvrelay.errors import WireError
-from kvrelay.messages import DIGEST_BYTES, Message, decode, encode, seal
+from kvrelay.messages import (
+    Message,
+)
 from kvrelay.transfer.protocol.piece import PieceHeader, check_piece, pack, unpack
 from kvrelay.transfer.shm_frames import (
     TOKEN_BYTES,

@@ -1,7 +1,10 @@
 """What is checked of bytes, blocks and names, whoever has them."""
 
 from kvrelay.blocks import BlockManager
-from kvrelay.messages import Ledger, decode
+from kvrelay.encoding import decode
+from kvrelay.messages import (
+    Ledger,
+)
 from kvrelay.prefixes import Prefixes, block_hash, root_hash
 from kvrelay.transfer.ports import Inlet, Outlet
 from kvrelay.transfer.protocol.piece import _check_size, check_piece, digest, is_intact, split, unpack

@@ -1,6 +1,7 @@
 """One life of a decode worker of a world, around a real receiver."""
 
 from kvrelay.blocks import BlockManager
+from kvrelay.encoding import decode
 from kvrelay.errors import WireError
 from kvrelay.messages import (
     Abort,
@@ -14,7 +15,6 @@ from kvrelay.messages import (
     KVRepair,
     LeaseId,
     Peer,
-    decode,
 )
 from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send, SendPiece
@@ -215,7 +215,7 @@ class Decode:
         leased = {block for table in [*tables, *(lease.block_ids for lease in receiver._leases)] for block in table}
         assert ledger.leased == len(leased)
         assert self._stage.one_sided or ledger.revoked == 0
-        assert receiver.num_uncommitted_blocks <= 0.3 * NUM_BLOCKS or receiver.num_leases == 1
+        assert receiver._leases.num_blocks <= 0.3 * NUM_BLOCKS or receiver.num_leases == 1
         assert receiver.num_waiting <= 4
 
     def check_idle(self) -> None:

@@ -5,7 +5,10 @@ Every fault falls on whatever flies: a control message, which is one frame, or a
 
 from dataclasses import dataclass, replace
 
-from kvrelay.messages import AnyMessage, encode
+from kvrelay.encoding import encode
+from kvrelay.messages import (
+    AnyMessage,
+)
 
 PIECE = "piece"
 

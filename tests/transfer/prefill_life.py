@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.blocks import BlockManager
+from kvrelay.encoding import decode
 from kvrelay.errors import WireError
 from kvrelay.messages import (
     Abort,
@@ -19,7 +20,6 @@ from kvrelay.messages import (
     KVRepair,
     LeaseId,
     Peer,
-    decode,
 )
 from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.protocol.actions import (
@@ -235,7 +235,7 @@ class Prefill:
         ledger = self.blocks.ledger
         assert ledger.conserved
         assert ledger.leased == len({block for job in self.jobs.values() for block in job.sequence.block_table})
-        assert self.sender.num_handovers <= len(self.jobs)
+        assert len(self.sender._handovers) <= len(self.jobs)
 
     def check_idle(self) -> None:
         """Nothing is left, and nothing is waited for."""

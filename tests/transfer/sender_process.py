@@ -8,7 +8,14 @@ import sys
 import zmq
 
 from kvrelay.block_memory import BlockMemory, Geometry
-from kvrelay.messages import KVAck, KVGrant, KVRefusal, KVReject, Peer, decode, encode
+from kvrelay.encoding import decode, encode
+from kvrelay.messages import (
+    KVAck,
+    KVGrant,
+    KVRefusal,
+    KVReject,
+    Peer,
+)
 from kvrelay.transfer.ports import Outlet
 from kvrelay.transfer.protocol.actions import Action, Send, SendPiece
 from kvrelay.transfer.shm_transport import ShmTransport

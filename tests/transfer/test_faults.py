@@ -2,7 +2,13 @@
 
 import pytest
 
-from kvrelay.messages import KVCommit, KVGrant, KVReject, RejectReason, decode
+from kvrelay.encoding import decode
+from kvrelay.messages import (
+    KVCommit,
+    KVGrant,
+    KVReject,
+    RejectReason,
+)
 from kvrelay.transfer.protocol.actions import Adopt, Failed, Send
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, unpack
 from kvrelay.types import RequestKey

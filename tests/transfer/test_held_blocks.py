@@ -179,7 +179,7 @@ def test_a_grant_takes_only_what_nobody_has_yet() -> None:
     bench.hand_over("first", 8)
     leases = [bench.lease("second", 9), bench.lease("third", 10)]
     assert [lease.held_blocks for lease in leases] == [4, 4]
-    assert bench.receiver.num_uncommitted_blocks == 2
+    assert bench.receiver._leases.num_blocks == 2
     assert bench.offer("fourth", 12) == []  # two more would be four
     assert bench.state == (4, 0, 6, 0)
 

@@ -207,7 +207,7 @@ def test_uncommitted_leases_hold_at_most_their_share(bench: Bench) -> None:
     for number in range(4):
         bench.offer(f"r{number}", num_tokens=4)  # 2 blocks each, 6 is 30 % of 20
     assert len(messages(bench.grant(), KVGrant)) == 3
-    assert bench.receiver.num_uncommitted_blocks == 6
+    assert bench.receiver._leases.num_blocks == 6
 
 
 def test_blocks_that_are_not_free_are_not_granted_whatever_room_is_said_to_be_there(bench: Bench) -> None:
@@ -263,7 +263,7 @@ def test_the_sequence_is_adopted_with_everything_decoding_needs(bench: Bench) ->
     assert (sequence.num_prompt_tokens, sequence.num_computed_tokens) == (5, 5)
     assert sequence.block_table == list(lease.block_ids)
     assert bench.state == (NUM_BLOCKS - 3, 3, 0)
-    assert bench.receiver.num_uncommitted_blocks == 0
+    assert bench.receiver._leases.num_blocks == 0
 
 
 def test_one_missing_block_of_one_layer_is_enough_to_wait(bench: Bench) -> None:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvrelay.blocks import BlockManager
+from kvrelay.encoding import decode, encode
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import (
     Abort,
@@ -23,8 +24,6 @@ from kvrelay.messages import (
     KVReject,
     KVReleased,
     Peer,
-    decode,
-    encode,
 )
 from kvrelay.transfer.ports import Inlet
 from kvrelay.transfer.protocol.actions import Action, Adopt

@@ -100,11 +100,6 @@ class KVReceiver:
         """Leases that ended and whose sender may still write."""
         return len(self._leases.revoked)
 
-    @property
-    def num_uncommitted_blocks(self) -> int:
-        """Blocks under those leases that were nobody's when they were granted."""
-        return self._leases.num_blocks
-
     # what comes over the wire
 
     def on_message(self, peer: int, message: KVOffer | KVCommit | KVReleased | Abort, now: float) -> list[Action]:

@@ -278,11 +278,6 @@ class KVSender:
         """Bytes of payload that are written and granted, but not sent."""
         return sum(item.num_unsent_blocks for item in self._handovers.values()) * self._layout.block_bytes
 
-    @property
-    def num_handovers(self) -> int:
-        """Attempts that are offered, granted or committed and not yet over."""
-        return len(self._handovers)
-
     def next_pieces(self, max_bytes: int, now: float) -> list[Action]:
         """Pieces worth at most `max_bytes` of payload (but at least one), oldest attempt first, and due commits."""
         actions = self._end_overdue(now)
