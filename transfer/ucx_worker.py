@@ -152,6 +152,11 @@ def _load() -> tuple[ModuleType, Any]:
     return libucxx, Array
 
 
+def has_rdma() -> bool:
+    """Whether UCX can use more than TCP here."""
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
+
+
 def _options(host: str, ports: range) -> Mapping[str, str]:
     """Shared memory is left to the transport of that name: what UCX makes of it can outlive a killed process."""
     options = {
@@ -163,7 +168,7 @@ def _options(host: str, ports: range) -> Mapping[str, str]:
     }
     if others := _other_devices(host):
         options["NET_DEVICES"] = f"^{','.join(others)}"
-    if not _RDMA.is_dir() or not any(_RDMA.iterdir()):
+    if not has_rdma():
         options["RNDV_THRESH"] = "inf"  # over TCP the rendezvous protocol only costs
     return options
 

@@ -20,7 +20,7 @@ DECODE: dict[str, object] = {"command": "decode"}
 DECODERS: dict[str, dict[str, object]] = {
     "small-zmq": {**DECODE, "block_size": 8, "transport": "zmq"},
     "large-zmq": {**DECODE, "block_size": 32, "transport": "zmq"},
-    "small-auto": {**DECODE, "block_size": 8},
+    "small-ucx": {**DECODE, "block_size": 8, "transport": "ucx"},
     "large-auto": {**DECODE, "block_size": 32},
 }
 WORKERS = {"p": PREFILL, **DECODERS}
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_one_process_over_every_transport(cluster: Cluster, 
         del params["prompt"]
         reference.check(request["prompt"], SamplingParams.model_validate(params), token_ids)
     wait_for("every block to come home", cluster.idle)
-    by_zmq, by_ucx = {"small-zmq", "large-zmq"}, {"small-auto", "large-auto"}
+    by_zmq, by_ucx = {"small-zmq", "large-zmq", "large-auto"}, {"small-ucx"}
     wait_for(
         "payload at every decode worker", lambda: reached(cluster, "zmq") | reached(cluster, "ucx") == set(DECODERS)
     )

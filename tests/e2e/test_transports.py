@@ -21,7 +21,7 @@ def hand_over(folder: Path, prefill: str, *decode: str) -> tuple[list[list[int]]
         tokens = []
         for i, name in enumerate(decode):
             p, d = gateway.hellos["p"], gateway.hellos[f"d{i}"]
-            assert list(d.data_endpoints) == (["shm", "ucx", "zmq"] if name == "auto" else [name])
+            assert list(d.data_endpoints) == (["shm", "zmq", "ucx"] if name == "auto" else [name])
             gateway.send(p, prefill_request(p, (d,), f"r{i}", PROMPT, 8))
             tokens.append(gateway.tokens(f"r{i}", 8))
         for hello in gateway.hellos.values():

@@ -74,17 +74,22 @@ def test_a_pair_that_has_none_in_common_is_told_why(workers: Workers) -> None:
         sender.transport.connect(receiver.peer)
 
 
-def test_a_peer_of_another_host_gets_payload_over_ucx(workers: Workers) -> None:
+@pytest.mark.parametrize(("rdma", "expected"), [(False, "zmq"), (True, "ucx")])
+def test_a_peer_of_another_host_gets_payload_by_the_fastest_way(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, rdma: bool, expected: str
+) -> None:
+    """UCX knows faster ways than TCP, but over TCP it is not the faster one."""
+    monkeypatch.setattr(data_plane, "has_rdma", lambda: rdma)
     sender, receiver = workers.worker("auto"), workers.worker("auto")
     elsewhere = receiver.peer.data_endpoints["shm"].replace(boot_id(), "0" * 36)
     peer = receiver.peer.model_copy(update={"data_endpoints": {**receiver.peer.data_endpoints, "shm": elsewhere}})
     hand_over(sender, receiver, meet_peer(sender, peer, receiver))
-    assert used(sender) == {"ucx"}
+    assert used(sender) == {expected}
 
 
 @pytest.mark.parametrize(
     ("silent", "expected"),
-    [([shm_connection], "ucx"), ([ucx_connection], "shm"), ([shm_connection, ucx_connection], "zmq")],
+    [([shm_connection], "zmq"), ([ucx_connection], "shm"), ([shm_connection, ucx_connection], "zmq")],
 )
 def test_a_transport_that_is_not_answered_is_left_out(
     workers: Workers, monkeypatch: pytest.MonkeyPatch, silent: list[ModuleType], expected: str
@@ -121,7 +126,8 @@ def test_a_peer_whose_only_transport_broke_is_lost(workers: Workers) -> None:
         sender.transport.ready(peer.incarnation)
 
 
-def test_the_next_best_takes_over_when_one_breaks(workers: Workers) -> None:
+def test_the_next_best_takes_over_when_one_breaks(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_plane, "has_rdma", lambda: True)
     sender, receiver = workers.worker("auto"), workers.worker("auto")
     peer = meet(sender, receiver)
     hand_over(sender, receiver, peer)
@@ -138,7 +144,7 @@ def test_what_cannot_start_is_named_once_and_the_next_is_taken(
     workers: Workers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = workers.make()
-    assert list(workers.plane("auto", end, on_host=False).transport.endpoints) == ["ucx", "zmq"]
+    assert list(workers.plane("auto", end, on_host=False).transport.endpoints) == ["zmq", "ucx"]
     assert [record.getMessage() for record in caplog.records] == [
         "Transport shm cannot be used here: KV memory of a device cannot be shared; the next best is used."
     ]
@@ -149,11 +155,11 @@ def test_what_cannot_start_is_named_once_and_the_next_is_taken(
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(data_plane, "ShmTransport", fail)
-    assert list(workers.plane("auto", end).transport.endpoints) == ["ucx", "zmq"]
+    assert list(workers.plane("auto", end).transport.endpoints) == ["zmq", "ucx"]
     assert "Function not implemented" in caplog.records[-1].getMessage()
 
 
 def test_the_best_is_named_first(workers: Workers) -> None:
     worker = workers.worker("auto")
-    assert list(worker.transport.endpoints) == ["shm", "ucx", "zmq"]
+    assert list(worker.transport.endpoints) == ["shm", "zmq", "ucx"]
     assert parse_address(worker.transport.endpoints["shm"]).boot_id == boot_id()

@@ -174,7 +174,7 @@ def plane(transport: str, end: End, context: "zmq.Context[zmq.Socket[bytes]]", b
 def test_without_its_package_the_next_one_is_taken(
     ends: Ends, sender: End, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert plane("auto", sender, ends.context) == ["shm", "ucx", "zmq"]
+    assert plane("auto", sender, ends.context) == ["shm", "zmq", "ucx"]
     monkeypatch.setitem(sys.modules, "ucxx._lib.libucxx", None)
     monkeypatch.setitem(sys.modules, "ucxx._lib", None)
     caplog.set_level(logging.INFO)
