@@ -317,11 +317,8 @@ class KVReceiver:
             return []
         self._leases.adopt(lease)
         self._history.note(lease, None, now)
-        begun_at = min(lease.begun_at, now)
-        return [
-            Adopt(lease.sequence(), lease.sender, begun_at),
-            self._answers.ack(lease.sender, lease.key, lease.lease_id),
-        ]
+        adopt = Adopt(lease.sequence(), lease.sender, min(lease.begun_at, now))
+        return [adopt, self._answers.ack(lease.sender, lease.key, lease.lease_id)]
 
     def _abort(self, key: RequestKey, now: float, told_by: int | None) -> list[Action]:
         """`told_by` is the sender that wants it; None when the sender has to be told."""
