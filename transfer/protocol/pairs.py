@@ -1,7 +1,7 @@
 """What a sender counts of its hand-overs, for each receiver."""
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kvrelay.messages import MAX_PAIRS, PairStatus
 
@@ -38,17 +38,4 @@ class Pairs:
     @property
     def status(self) -> tuple[PairStatus, ...]:
         """For the heartbeat."""
-        return tuple(
-            PairStatus(
-                receiver=receiver,
-                num_handovers=pair.num_handovers,
-                num_bytes=pair.num_bytes,
-                num_grants=pair.num_grants,
-                num_refusals=pair.num_refusals,
-                num_repairs=pair.num_repairs,
-                num_damaged=pair.num_damaged,
-                transfer_s=pair.transfer_s,
-                grant_wait_s=pair.grant_wait_s,
-            )
-            for receiver, pair in self._pairs.items()
-        )
+        return tuple(PairStatus(receiver=receiver, **asdict(pair)) for receiver, pair in self._pairs.items())
