@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kvrelay.block_memory import BlockMemory
 from kvrelay.errors import WireError
+from kvrelay.logs import count_fault
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.transfer.protocol.piece import split, unpack
 from kvrelay.transfer.shm_frames import (
@@ -169,18 +170,14 @@ class ShmListener:
             headers = split(frame)
             num_bytes = sum(unpack(header).payload_bytes for header in headers)
         except WireError as error:
-            if not self._counters["payload_malformed"]:
-                log.warning("Dropped: %s Further ones are only counted.", error)
-            self._counters["payload_malformed"] += 1
+            count_fault(self._counters, "payload_malformed", log, f"Dropped: {error}")
             return [], 4096
         self._counters["shm_pieces_received"] += len(headers)
         self._counters["shm_bytes_received"] += num_bytes
         return [Arrived(sender, header, None) for header in headers], num_bytes
 
     def _refuse(self, stranger: socket.socket, reason: str) -> None:
-        if not self._counters["shm_refused"]:
-            log.warning("Shared memory was refused to a process: %s Further ones are only counted.", reason)
-        self._counters["shm_refused"] += 1
+        count_fault(self._counters, "shm_refused", log, f"Shared memory was refused to a process: {reason}")
         self._strangers.pop(stranger, None)
         stranger.close()
 

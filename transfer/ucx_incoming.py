@@ -4,7 +4,7 @@ import time
 from collections import deque
 
 from kvrelay.errors import WireError
-from kvrelay.transfer.protocol.piece import HEADER_BYTES, unpack
+from kvrelay.transfer.protocol.piece import HEADER_BYTES, check_piece, unpack
 from kvrelay.transfer.ucx_frames import HELLO_BYTES, PROBE, TAKEN, Stream, unpack_hello
 from kvrelay.transfer.ucx_worker import Transfer
 from kvrelay.transport import Arrived
@@ -74,9 +74,7 @@ class UcxIncoming:
         if not self.known or not self._headers or (payload := self._take_payload()) is None:
             return None
         header = self._headers.popleft()
-        expected, found = unpack(header).payload_bytes, payload.nbytes
-        if expected != found:
-            raise WireError(f"A piece announces {expected} bytes of payload and brings {found}.")
+        check_piece(header, payload)
         return Arrived(self.sender, header, payload)
 
     def close(self) -> list[Transfer]:

@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 
 from kvrelay.errors import WireError
+from kvrelay.logs import count_fault
 from kvrelay.transfer.ucx_frames import Stream, Welcome, split_tag
 from kvrelay.transfer.ucx_incoming import UcxIncoming
 from kvrelay.transfer.ucx_worker import Message, UcxWorker
@@ -127,12 +128,10 @@ class UcxListener:
                 each.leave()
 
     def _drop(self, number: int, reason: str) -> None:
-        """Ends a connection, and logs the first: a broken peer must not fill the disk."""
+        """Ends a connection."""
         incoming = self._incoming.get(number)
         counter = "payload_malformed" if incoming is not None and incoming.known else "ucx_refused"
-        if not self._counters[counter]:
-            log.warning("A connection for KV over UCX was closed: %s Further ones are only counted.", reason)
-        self._counters[counter] += 1
+        count_fault(self._counters, counter, log, f"A connection for KV over UCX was closed: {reason}")
         self._close(number)
 
     def _close(self, number: int) -> None:

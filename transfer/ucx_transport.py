@@ -16,14 +16,13 @@ from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
 from kvrelay.transfer.ucx_connection import UcxConnection
 from kvrelay.transfer.ucx_listener import UcxListener
-from kvrelay.transfer.ucx_worker import UcxWorker
+from kvrelay.transfer.ucx_worker import EVERY_ADDRESS, UcxWorker
 from kvrelay.transport import Arrived
 from kvrelay.types import Incarnation
 
 NAME = "ucx"
 MAX_FRAME_BYTES = 64 * 2**20
 MAX_QUEUED_PIECES = 32
-_EVERY_ADDRESS = "0.0.0.0"
 _FULL = 2**64 - 2  # of an eventfd: it can be read and not written
 
 
@@ -52,7 +51,7 @@ class UcxTransport:
         self._max_frame_bytes = max_frame_bytes
         self._max_queued = max_queued
         self._connections: dict[Incarnation, UcxConnection] = {}
-        host = _EVERY_ADDRESS if host == "*" else host
+        host = EVERY_ADDRESS if host == "*" else host
         self._worker = UcxWorker(host, port_range(ports))
         try:
             self._listener = UcxListener(

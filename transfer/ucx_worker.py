@@ -28,7 +28,7 @@ _VARIABLES = {
 _SEGMENT = "1088k"  # a piece of 1 MiB and its header in one: several times faster than UCX's 8 KiB
 _RDMA = Path("/sys/class/infiniband")
 _SIOCGIFADDR = 0x8915
-_EVERY_ADDRESS = "0.0.0.0"
+EVERY_ADDRESS = "0.0.0.0"
 
 
 class Message(NamedTuple):
@@ -180,7 +180,7 @@ def _other_devices(host: str) -> list[str]:
         OSError: none has the address.
     """
     wanted = socket.gethostbyname(host)
-    if wanted == _EVERY_ADDRESS:
+    if wanted == EVERY_ADDRESS:
         return []
     names = [name for _, name in socket.if_nameindex()]
     others = [name for name in names if _address_of(name) != wanted]

@@ -13,6 +13,7 @@ import zmq
 
 from kvrelay.channel import bind, parse_routing_id, routing_id
 from kvrelay.errors import AddressInUse, WireError
+from kvrelay.logs import count_fault
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, check_piece
@@ -187,10 +188,7 @@ class ZmqTransport:
         return socket
 
     def _malformed(self, reason: str) -> None:
-        """Counts what is not understood, and logs the first: a broken peer must not fill the disk."""
-        if not self.counters["payload_malformed"]:
-            log.warning("Dropped: %s Further ones are only counted.", reason)
-        self.counters["payload_malformed"] += 1
+        count_fault(self.counters, "payload_malformed", log, f"Dropped: {reason}")
 
 
 def _parse(frames: list[zmq.Frame]) -> Arrived:

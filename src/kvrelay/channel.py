@@ -13,6 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvrelay.encoding import decode, encode
 from kvrelay.errors import AddressInUse, WireError
+from kvrelay.logs import count_fault
 from kvrelay.messages import (
     AnyMessage,
     KVCommit,
@@ -132,10 +133,7 @@ class _Channel:
         return None
 
     def _malformed(self, reason: str) -> None:
-        """Counts what is not understood, and logs the first: a broken peer must not fill the disk."""
-        if not self.counters["malformed_message"]:
-            log.warning("Dropped: %s Further ones are only counted.", reason)
-        self.counters["malformed_message"] += 1
+        count_fault(self.counters, "malformed_message", log, f"Dropped: {reason}")
 
     def _send(self, frames: list[bytes]) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 
 _FULL = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _SHORT = "%(asctime)s %(message)s"
@@ -27,6 +28,13 @@ def configure(level: str, form: str = "full") -> None:
     handler.setFormatter(ShortFormatter() if form == "short" else logging.Formatter(_FULL))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
+
+
+def count_fault(counters: Counter[str], name: str, log: logging.Logger, sentence: str) -> None:
+    """Counts what a peer did wrong, and logs the first of its kind: a broken peer must not fill the disk."""
+    if not counters[name]:
+        log.warning("%s Further ones are only counted.", sentence)
+    counters[name] += 1
 
 
 def is_routine(line: str) -> bool:
