@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import zmq
@@ -30,20 +30,8 @@ STRANGER = 77
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends("shm")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def sender(ends: Ends) -> End:
-    return ends.make()
-
-
-@pytest.fixture
-def receiver(ends: Ends) -> End:
-    return ends.make()
+def transport_kind() -> str:
+    return "shm"
 
 
 def address_of(end: End) -> Address:

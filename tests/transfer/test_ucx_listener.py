@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import zmq
@@ -15,20 +15,8 @@ from tests.transfer.ucx_ends import STRANGER, Stranger, fault, narrow, raw, wait
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends("ucx")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def sender(ends: Ends) -> End:
-    return ends.make()
-
-
-@pytest.fixture
-def receiver(ends: Ends) -> End:
-    return ends.make()
+def transport_kind() -> str:
+    return "ucx"
 
 
 @pytest.mark.parametrize(

@@ -28,20 +28,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
-    made = Ends("ucx")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def sender(ends: Ends) -> End:
-    return ends.make()
-
-
-@pytest.fixture
-def receiver(ends: Ends) -> End:
-    return ends.make()
+def transport_kind() -> str:
+    return "ucx"
 
 
 # the sender
