@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import TypeVar
 
 import pytest
 import zmq
 
 from kvrelay import channel
-from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, Listener, port_range, routing_id, split_endpoint
+from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, Listener, Route, port_range, split_endpoint
 from kvrelay.encoding import encode
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.messages import (
@@ -41,9 +42,12 @@ def listener(context: "zmq.Context[zmq.Socket[bytes]]") -> Iterator[Listener]:
 @pytest.fixture
 def connect(context: "zmq.Context[zmq.Socket[bytes]]", listener: Listener) -> Iterator[Callable[..., Connection]]:
     made: list[Connection] = []
+    numbers = count()
 
     def make(incarnation: int = THERE, *, queue_early: bool = True) -> Connection:
-        made.append(Connection(context, listener.endpoint, incarnation=incarnation, queue_early=queue_early))
+        made.append(
+            Connection(context, listener.endpoint, incarnation=incarnation, numbers=numbers, queue_early=queue_early)
+        )
         return made[-1]
 
     yield make
@@ -112,7 +116,7 @@ def test_a_new_process_behind_a_reused_descriptor_is_not_taken_for_the_dead_one(
 
 def test_the_connecting_end_sees_loss_and_return(context: "zmq.Context[zmq.Socket[bytes]]") -> None:
     first = Listener(context, "127.0.0.1", "0", incarnation=1)
-    connection = Connection(context, first.endpoint, incarnation=THERE, queue_early=False)
+    connection = Connection(context, first.endpoint, incarnation=THERE, numbers=count(), queue_early=False)
     assert until(connection.changes) == [True]
     host, port = split_endpoint(first.endpoint)
     first.close()
@@ -120,6 +124,24 @@ def test_the_connecting_end_sees_loss_and_return(context: "zmq.Context[zmq.Socke
     assert not connection.send(Drain(source=THERE))
     second = Listener(context, host, port, incarnation=2)
     assert until(connection.changes) == [True]
+    connection.close()
+    second.close()
+
+
+def test_a_connection_that_was_made_again_before_its_loss_was_seen_is_replaced_too(
+    context: "zmq.Context[zmq.Socket[bytes]]",
+) -> None:
+    first = Listener(context, "127.0.0.1", "0", incarnation=1)
+    connection = Connection(context, first.endpoint, incarnation=THERE, numbers=count(), queue_early=False)
+    assert until(connection.changes) == [True]
+    host, port = split_endpoint(first.endpoint)
+    first.close()
+    second = Listener(context, host, port, incarnation=2)
+    assert until(lambda: [True] * int(second.monitor.getsockopt(zmq.EVENTS)))
+    assert until(connection.changes) == [False]
+    assert until(connection.changes) == [True]
+    assert connection.send(Drain(source=THERE))
+    assert until(second.receive) == [(THERE, Drain(source=THERE))]
     connection.close()
     second.close()
 
@@ -159,6 +181,20 @@ def test_a_loss_is_told_between_the_last_words_and_the_first_ones_of_the_next_co
     assert listener.lost() == []
 
 
+def test_words_of_an_old_connection_that_are_read_after_those_of_the_new_one_count_for_nothing(
+    listener: Listener, connect: Callable[..., Connection]
+) -> None:
+    first, second = connect(), connect()
+    second.send(Drain(source=THERE))
+    assert until(listener.receive) == [(THERE, Drain(source=THERE))]
+    first.send(Drain(source=THERE, target=HERE))
+    assert until(lambda: [*listener.receive(), *[True] * listener.counters["stale_message"]]) == [True]
+    first.close()
+    second.send(GatewayHello(source=THERE, registered=True))
+    assert until(listener.receive) == [(THERE, GatewayHello(source=THERE, registered=True))]
+    assert listener.lost() == []
+
+
 def test_who_speaks_and_leaves_before_it_is_heard_is_lost_too(
     listener: Listener, connect: Callable[..., Connection]
 ) -> None:
@@ -181,7 +217,7 @@ def test_a_connection_that_leads_nowhere_is_made_again(
     assert owner.send(Drain(source=THERE))
     assert until(listener.receive)
     with zmq.Context() as elsewhere:
-        thief = Connection(elsewhere, listener.endpoint, incarnation=THERE, queue_early=True)
+        thief = Connection(elsewhere, listener.endpoint, incarnation=THERE, numbers=count(), queue_early=True)
         thief.send(Drain(source=THERE))
         assert until(listener.receive)
         assert owner.send(Drain(source=THERE))  # is never read
@@ -249,7 +285,7 @@ def test_a_stranger_with_another_routing_id_is_not_heard(
     context: "zmq.Context[zmq.Socket[bytes]]", listener: Listener, connect: Callable[..., Connection]
 ) -> None:
     stranger = context.socket(zmq.DEALER)
-    stranger.setsockopt(zmq.ROUTING_ID, b"zzzzzzzzzzzzzzzz")
+    stranger.setsockopt(zmq.ROUTING_ID, b"z" * 32)
     stranger.connect(listener.endpoint)
     stranger.send(encode(Drain(source=1)))
     assert until(lambda: [1] * (listener.receive() == [] and listener.counters["malformed_message"]))
@@ -292,8 +328,8 @@ def test_addresses_are_checked(context: "zmq.Context[zmq.Socket[bytes]]", endpoi
     if endpoint != "nowhere":
         return
     with pytest.raises(WireError, match="tcp://"):
-        Connection(context, endpoint, incarnation=1, queue_early=True)
+        Connection(context, endpoint, incarnation=1, numbers=count(), queue_early=True)
 
 
 def test_routing_ids_never_start_with_the_byte_that_zeromq_reserves() -> None:
-    assert routing_id(0)[0] != 0
+    assert bytes(Route(0, 0))[0] != 0

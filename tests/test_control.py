@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 import zmq
@@ -253,7 +254,7 @@ def test_peers_talk_both_ways_and_their_loss_is_an_event(world: World) -> None:
 
 
 def test_a_peer_that_connected_to_us_is_answered_and_its_loss_is_an_event(world: World) -> None:
-    caller = Connection(world.context, world.listener.endpoint, incarnation=PEER, queue_early=True)
+    caller = Connection(world.context, world.listener.endpoint, incarnation=PEER, numbers=count(), queue_early=True)
     caller.send(Drain(source=PEER))
     assert world.event(FromPeer) == FromPeer(PEER, Drain(source=PEER))
     world.mailbox.post([ToPeer(PEER, Drain(source=WORKER))])

@@ -1,12 +1,15 @@
 """The one place that touches ZeroMQ control sockets: typed messages in and out, lost connections as events.
 
 A `Listener` (ROUTER) is bound and hears many peers; a `Connection` (DEALER) reaches one. Peers are named by their
-incarnation, which is also the ZeroMQ routing id, so a restarted process is another peer. Nothing here blocks: what
-cannot be sent now is reported, what cannot be understood is counted.
+incarnation, so a restarted process is another peer; the ZeroMQ routing id is that and a number which grows with each
+connection a process makes, so that words of a lost connection are never taken for those of the next one. Nothing here
+blocks: what cannot be sent now is reported, what cannot be understood is counted.
 """
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -49,6 +52,26 @@ def parse_routing_id(identity: bytes) -> Incarnation:
         return int(identity, 16)
     except ValueError as error:
         raise WireError(f"A peer with the routing id {identity!r} is not a KVRelay process.") from error
+
+
+class Route(NamedTuple):
+    """One connection of a peer; `number` grows with each that the peer makes."""
+
+    peer: Incarnation
+    number: int
+
+    def __bytes__(self) -> bytes:
+        """The ZeroMQ routing id."""
+        return routing_id(self.peer) + b"%016x" % self.number
+
+    @classmethod
+    def parse(cls, identity: bytes) -> "Route":
+        """Back from `bytes(route)`.
+
+        Raises:
+            WireError: it is not one of ours.
+        """
+        return cls(parse_routing_id(identity[:16]), parse_routing_id(identity[16:]))
 
 
 def port_range(ports: str) -> range:
@@ -100,7 +123,11 @@ class _Channel:
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", kind: int, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
         self.counters: Counter[str] = Counter()
-        self.socket = context.socket(kind)
+        self._context = context
+        self._open(kind)
+
+    def _open(self, kind: int) -> None:
+        self.socket = self._context.socket(kind)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
@@ -167,7 +194,8 @@ class Listener(_Channel):
         super().__init__(context, zmq.ROUTER, incarnation)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who reconnects is heard, even before the old loss is seen
-        self._peer_of_fd: dict[int, Incarnation] = {}
+        self._route_of_fd: dict[int, Route] = {}
+        self._newest: dict[Incarnation, Route] = {}
         self._closed: set[int] = set()  # descriptors of connections that are gone; their last words may not be read yet
         self._lost: list[Incarnation] = []
         try:
@@ -204,35 +232,47 @@ class Listener(_Channel):
 
     def send(self, peer: Incarnation, message: Message) -> bool:
         """Sends; False when the peer is not connected or does not read."""
-        return self._send([routing_id(peer), encode(message)])
+        if peer not in self._newest:
+            self.counters["unknown_peer"] += 1
+            return False
+        return self._send([bytes(self._newest[peer]), encode(message)])
 
     def _parse(self, frames: list[zmq.Frame]) -> list[Heard]:
         if len(frames) != 2:
             self._malformed(f"A message of {len(frames) - 1} frames came where one was expected.")
             return []
         try:
-            peer = parse_routing_id(frames[0].bytes)
+            route = Route.parse(frames[0].bytes)
         except WireError as error:
             self._malformed(str(error))
             return []
-        lost = self._remember(frames[1].get(zmq.SRCFD), peer)
+        lost = self._remember(frames[1].get(zmq.SRCFD), route)
         message = self._decode(frames[1].bytes)
-        if message is not None and message.source != peer:
+        if message is None:
+            return lost
+        if self._newest[route.peer] != route:
+            self.counters["stale_message"] += 1
+            return lost
+        if message.source != route.peer:
             self._malformed("A message names another sender than the process it came from.")
             return lost
-        return lost if message is None else [*lost, (peer, message)]
+        return [*lost, (route.peer, message)]
 
-    def _remember(self, fd: int, peer: Incarnation) -> list[Heard]:
-        """Ties a file descriptor to the peer behind it; gives the loss of the connection that this one replaces."""
+    def _remember(self, fd: int, route: Route) -> list[Heard]:
+        """Ties a file descriptor to the connection behind it; gives the loss of the one that this one replaces."""
         self._watch()
-        if self._peer_of_fd.get(fd) != peer:
-            for other in [known for known, owner in self._peer_of_fd.items() if owner == peer or known == fd]:
+        if self._route_of_fd.get(fd) != route:
+            for other in [known for known, owner in self._route_of_fd.items() if owner == route or known == fd]:
                 self._end(other)
-            self._peer_of_fd[fd] = peer
-        if peer not in self._lost:
+            self._route_of_fd[fd] = route
+        newest = self._newest.get(route.peer)
+        if newest is not None and newest.number >= route.number:
             return []
-        self._lost.remove(peer)
-        return [(peer, None)]
+        self._newest[route.peer] = route
+        if newest is None and route.peer not in self._lost:
+            return []
+        self._lost = [peer for peer in self._lost if peer != route.peer]
+        return [(route.peer, None)]
 
     def _watch(self) -> None:
         """Descriptors are numbers that are used again: a new connection ends the one that had its number."""
@@ -244,12 +284,14 @@ class Listener(_Channel):
 
     def _end(self, fd: int) -> None:
         self._closed.discard(fd)
-        if (peer := self._peer_of_fd.pop(fd, None)) is not None:
-            self._lost.append(peer)
+        route = self._route_of_fd.pop(fd, None)
+        if route is not None and self._newest.get(route.peer) == route:
+            del self._newest[route.peer]
+            self._lost.append(route.peer)
 
 
 class Connection(_Channel):
-    """A DEALER to one bound peer. ZeroMQ reconnects by itself; each loss and each new connection is an event.
+    """A DEALER to one bound peer. It connects again by itself; each loss and each new connection is an event.
 
     A connection that leads nowhere is lost too, after `PING_TIMEOUT_MS`: one that a router on the way has forgotten, or
     one whose routing id another process took over, which the bound socket never reads again.
@@ -261,26 +303,36 @@ class Connection(_Channel):
         endpoint: str,
         *,
         incarnation: Incarnation,
+        numbers: Iterator[int],
         queue_early: bool,
     ) -> None:
         """Starts to connect. With `queue_early`, messages wait for the connection; else sending fails until it is up.
 
+        `numbers` grow, and are shared by all connections of the process.
+
         Raises:
             WireError: `endpoint` is not an address.
         """
-        super().__init__(context, zmq.DEALER, incarnation)
         self.endpoint = endpoint
-        self.socket.setsockopt(zmq.ROUTING_ID, routing_id(incarnation))
-        self.socket.setsockopt(zmq.IMMEDIATE, 0 if queue_early else 1)
+        self._numbers = numbers
+        self._queue_early = queue_early
+        super().__init__(context, zmq.DEALER, incarnation)
+
+    def _open(self, kind: int) -> None:
+        super()._open(kind)
+        self.socket.setsockopt(zmq.ROUTING_ID, bytes(Route(self.incarnation, next(self._numbers))))
+        self.socket.setsockopt(zmq.IMMEDIATE, 0 if self._queue_early else 1)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:
-            self.socket.connect(endpoint)
+            self.socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise WireError(f"{endpoint!r} is not an address to connect to; write it like tcp://host:port.") from error
+            raise WireError(
+                f"{self.endpoint!r} is not an address to connect to; write it like tcp://host:port."
+            ) from error
 
     def receive(self, limit: int = 256) -> list[AnyMessage]:
         """Up to `limit` messages that are there now."""
@@ -297,8 +349,17 @@ class Connection(_Channel):
         return received
 
     def changes(self) -> list[bool]:
-        """What became of the connection since the last call: True for each time it came up, False for each loss."""
-        return [event == zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _ in self._events()]
+        """What became of the connection since the last call: True when it came up, False when it was lost.
+
+        A lost one is not used again, even where ZeroMQ has made another under the same routing id: a socket with a
+        new one takes its place.
+        """
+        ups = [event == zmq.EVENT_HANDSHAKE_SUCCEEDED for event, _ in self._events()]
+        if False not in ups:
+            return ups
+        self.close()
+        self._open(zmq.DEALER)
+        return ups[: ups.index(False) + 1]
 
     def send(self, message: Message) -> bool:
         """Sends; False when the peer is not connected (unless `queue_early`) or does not read."""

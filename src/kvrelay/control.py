@@ -6,6 +6,7 @@ peers ◀─────▶ Connection ──┼─ ControlThread ─ Mailbox
 payload ◀───▶ Transport ───┘                    └─◀ post() ◀─ compute thread
 """
 
+import itertools
 import logging
 import math
 from collections import Counter, deque
@@ -121,6 +122,7 @@ class ControlThread:
         self._incarnation = hello.source
         self._heartbeat_s = heartbeat_s
         self._clock = clock
+        self._numbers = itertools.count()
         self._peers: dict[Incarnation, Connection] = {}
         self._used_at: dict[Incarnation, float] = {}
         self._connecting: dict[Incarnation, float] = {}  # since when
@@ -152,7 +154,9 @@ class ControlThread:
         self._mailbox.wake()
 
     def _connect(self, address: str, *, early: bool) -> Connection:
-        return Connection(self._context, address, incarnation=self._incarnation, queue_early=early)
+        return Connection(
+            self._context, address, incarnation=self._incarnation, numbers=self._numbers, queue_early=early
+        )
 
     def _wait(self) -> tuple[set[Pollable], bool]:
         """What there is to read once there is something to do, and whether it is the transport's too."""

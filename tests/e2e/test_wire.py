@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, routing_id
+from kvrelay.channel import MAX_MESSAGE_BYTES, Connection, Route, routing_id
 from kvrelay.messages import (
     Abort,
     DecodeStarted,
@@ -197,7 +197,7 @@ def test_a_lease_that_is_never_committed_ends_by_itself(gateway: WireGateway, d:
 @pytest.mark.parametrize("socket", ["control", "data"])
 def test_garbage_is_counted_and_harms_nobody(gateway: WireGateway, d: WorkerHello, socket: str) -> None:
     stranger = gateway.context.socket(zmq.DEALER)
-    stranger.setsockopt(zmq.ROUTING_ID, routing_id(9))
+    stranger.setsockopt(zmq.ROUTING_ID, bytes(Route(9, 0)) if socket == "control" else routing_id(9))
     stranger.connect(d.control_endpoint if socket == "control" else d.data_endpoints["zmq"])
     for garbage in ([b""], [b"\x00" * 100], [b'{"kind":"kv_offer"}'], [b"a", b"b", b"c"], [os.urandom(300), b"x"]):
         stranger.send_multipart(garbage)

@@ -1,5 +1,6 @@
 """A gateway made of nothing but a socket, and real workers that register at it, for tests that speak the protocol."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class WireGateway:
     hellos: dict[str, WorkerHello] = field(default_factory=dict)  # by name
     statuses: dict[Incarnation, WorkerStatus] = field(default_factory=dict)
     said: deque[tuple[Incarnation, AnyMessage]] = field(default_factory=deque)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def hear(self) -> int:
         """Takes what is there, beats, and says how many workers have registered."""
@@ -83,7 +85,13 @@ class WireGateway:
 
     def connect(self, worker: WorkerHello, incarnation: Incarnation) -> Connection:
         """A connection to a worker as a peer would make it."""
-        return Connection(self.context, worker.control_endpoint, incarnation=incarnation, queue_early=True)
+        return Connection(
+            self.context,
+            worker.control_endpoint,
+            incarnation=incarnation,
+            numbers=self.numbers,
+            queue_early=True,
+        )
 
     def tokens(self, request_id: str, count: int) -> list[int]:
         """`count` tokens of a request, from whichever worker, in the order of their indexes."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import Any, TypeVar
 
 import zmq
@@ -48,7 +49,7 @@ class FakeWorker:
         self.incarnation = incarnation
         self.role = role
         self.heard: list[AnyMessage] = []
-        self._connection = Connection(context, endpoint, incarnation=incarnation, queue_early=True)
+        self._connection = Connection(context, endpoint, incarnation=incarnation, numbers=count(), queue_early=True)
         self._gateway = 0
 
     def register(self) -> None:
