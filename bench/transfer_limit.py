@@ -24,11 +24,13 @@ _HEADER = struct.Struct("<QQQ")  # begin, bytes, digest
 
 
 def pieces(layout: KVLayout, num_blocks: int) -> Iterator[tuple[int, int]]:
-    """Begin and size in bytes of each piece, cut as a sender cuts them: 1 MiB at most, within a layer."""
-    step = max(1, PIECE_BYTES // layout.block_bytes)
-    for layer in range(layout.num_layers):
-        for first in range(0, num_blocks, step):
-            count = min(step, num_blocks - first)
+    """Begin and size in bytes of each piece, cut as a sender cuts them: 1 MiB at most, whole layers if they fit."""
+    most = max(1, PIECE_BYTES // layout.block_bytes)
+    num_layers = max(1, most // num_blocks)
+    for layer in range(0, layout.num_layers, num_layers):
+        num_together = min(num_layers, layout.num_layers - layer) * num_blocks
+        for first in range(0, num_together, most):
+            count = min(most, num_together - first)
             yield (layer * num_blocks + first) * layout.block_bytes, count * layout.block_bytes
 
 

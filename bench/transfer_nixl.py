@@ -70,7 +70,7 @@ class Agent:
 
 
 def pieces(job: Job) -> Iterator[tuple[int, int]]:
-    """Begin and size in bytes of each piece, cut as KVRelay cuts them."""
+    """Begin and size in bytes of each piece; one lies within a layer, as its memory does."""
     for layer in range(job["layers"]):
         for first in range(0, job["num_blocks"], job["piece_blocks"]):
             count = min(job["piece_blocks"], job["num_blocks"] - first)

@@ -5,7 +5,8 @@ receiver's memory, at once, when it is told to send a piece. So no write can fol
 the KVCommit, nor the KVReleased that lets the receiver give the blocks to somebody else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from kvrelay.block_memory import BlockMemory
@@ -40,18 +41,26 @@ class Outlet:
 
     def take(self, piece: SendPiece) -> tuple[bytes, bytes | None]:
         """The piece's sealed header and its payload, None if it was written to where it belongs."""
-        parts = self._memory.views(piece.header.layer, piece.block_ids)
+        header = piece.header
         if (target := self._target(piece)) is not None:
-            target.write(piece.header.layer, piece.target_block_ids, *parts)
-            return pack_sealed(piece.header, *parts), None
-        payload = b"".join(parts)
-        return pack_sealed(piece.header, payload), payload
+            return pack_sealed(header, self._written(piece, target)), None
+        payload = b"".join(b"".join(self._memory.views(layer, piece.block_ids)) for layer in header.layers)
+        return pack_sealed(header, [payload]), payload
+
+    def _written(self, piece: SendPiece, target: BlockMemory) -> Iterator[memoryview]:
+        """Its payload, each part once it is written: what was just read is digested before the next is read."""
+        for layer in piece.header.layers:
+            parts = self._memory.views(layer, piece.block_ids)
+            target.write(layer, piece.target_block_ids, *parts)
+            yield from parts
 
     def _target(self, piece: SendPiece) -> BlockMemory | None:
         """The receiver's memory, if the lease allows to write there and the blocks are as they should be."""
         target = self._shared(piece.peer.incarnation) if piece.one_sided else None
         header = piece.header
-        fits = target is not None and target.holds(header.layer, piece.target_block_ids, header.payload_bytes)
+        fits = target is not None and all(
+            target.holds(layer, piece.target_block_ids, header.layer_bytes) for layer in header.layers
+        )
         return target if fits else None
 
 
@@ -69,14 +78,18 @@ class Inlet:
         `payload` is None when the sender has written it there by itself.
         """
         if payload is None:
-            return is_intact(header, *self._memory.views(header.layer, place.block_ids))
+            parts = (self._memory.views(layer, place.block_ids) for layer in header.layers)
+            return is_intact(header, *chain.from_iterable(parts))
         intact = is_intact(header, payload)
         if intact:
-            self._memory.write(header.layer, place.block_ids, self._converted(header, place, payload))
+            content = memoryview(payload).cast("B")
+            for index, layer in enumerate(header.layers):
+                part = content[index * header.layer_bytes : (index + 1) * header.layer_bytes]
+                self._memory.write(layer, place.block_ids, self._converted(header, layer, place, part))
         return intact
 
-    def _converted(self, header: PieceHeader, place: Place, payload: bytes | memoryview) -> bytes | memoryview:
+    def _converted(self, header: PieceHeader, layer: int, place: Place, payload: memoryview) -> bytes | memoryview:
         if header.block_size == self._layout.block_size:
             return payload
-        blocks = b"".join(self._memory.views(header.layer, place.block_ids))
+        blocks = b"".join(self._memory.views(layer, place.block_ids))
         return convert(payload, header.block_size, place, blocks, self._layout)

@@ -163,7 +163,7 @@ CHECKS_OF_KV = [
         Inlet.land,
         ("if intact:", ports.test_a_wrong_digest_is_seen_wherever_the_payload_lies, "if True:"),
         (
-            "return is_intact(header, *self._memory.views(header.layer, place.block_ids))",
+            "return is_intact(header, *chain.from_iterable(parts))",
             ports.test_a_wrong_digest_is_seen_wherever_the_payload_lies,
             "return True",
         ),

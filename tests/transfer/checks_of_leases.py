@@ -15,7 +15,7 @@ CHECKS_OF_LEASES = [
         Lease.objection,
         ("not _matches(header, layout)", receiver.test_a_piece_that_does_not_fit_its_lease_is_dropped_and_counted),
         (
-            "header.layer >= layout.num_layers or ",
+            "header.layers.stop > layout.num_layers or ",
             receiver.test_a_piece_that_does_not_fit_its_lease_is_dropped_and_counted,
         ),
         (
@@ -24,9 +24,14 @@ CHECKS_OF_LEASES = [
         ),
         ("header.first_block < self.num_held", lease.test_blocks_that_were_there_already_are_not_written_again),
         (
-            "Unfit.DUPLICATE if self.accepted[header.layer] & header.block_mask else None",
+            "any(self.accepted[layer] & header.block_mask for layer in header.layers)",
             receiver.test_a_second_piece_for_the_same_block_is_dropped,
-            "None",
+            "False",
+        ),
+        (
+            "any(self.accepted[layer] & header.block_mask for layer in header.layers)",
+            lease.test_a_piece_of_several_layers_is_judged_and_marked_in_each_of_them,
+            "bool(self.accepted[header.layer] & header.block_mask)",
         ),
     ),
     *cut(
@@ -60,7 +65,7 @@ CHECKS_OF_LEASES = [
     ),
     *cut(
         Lease.land,
-        (" & self.accepted[header.layer]", receiver.test_a_piece_that_was_never_accepted_does_not_land, ""),
+        (" & self.accepted[layer]", receiver.test_a_piece_that_was_never_accepted_does_not_land, ""),
     ),
     *cut(
         Lease.ask_again,

@@ -196,7 +196,16 @@ CHECKS_OF_SENDER = [
             sender.test_nothing_leaves_after_the_deadline_even_without_a_tick,
             "actions = []",
         ),
-        ("budget -= piece.header.num_blocks", sender.test_next_pieces_keeps_to_its_limit, "pass"),
+        (
+            "budget -= piece.header.num_layers * piece.header.num_blocks",
+            sender.test_next_pieces_keeps_to_its_limit,
+            "pass",
+        ),
+        (
+            "piece.header.num_layers * piece.header.num_blocks",
+            sender.test_several_layers_count_as_all_of_their_blocks,
+            "piece.header.num_blocks",
+        ),
         (
             "min(budget, self._max_piece_blocks)",
             sender.test_a_piece_is_never_larger_than_its_limit_but_at_least_one_block,

@@ -1,5 +1,7 @@
 """One life of a decode worker of a world, around a real receiver."""
 
+from itertools import product
+
 from kvrelay.blocks import BlockManager
 from kvrelay.encoding import decode
 from kvrelay.errors import WireError
@@ -171,9 +173,9 @@ class Decode:
         self._write(piece.header, piece.target_block_ids, payload)
 
     def _write(self, header: PieceHeader, block_ids: tuple[int, ...], payload: bytes) -> None:
-        for index, block_id in enumerate(block_ids):
+        for index, place in enumerate(product(header.layers, block_ids)):
             start = index * LAYOUT.block_bytes
-            self.memory[header.layer, block_id] = payload[start : start + LAYOUT.block_bytes]
+            self.memory[place] = payload[start : start + LAYOUT.block_bytes]
 
     def _land(self, flight: Flight) -> None:
         try:
@@ -187,7 +189,7 @@ class Decode:
         self._check_place(flight.source, header, place.block_ids)
         payload, one_sided = flight.frame[HEADER_BYTES:], self.grants[header.lease_id][0].one_sided
         if one_sided:  # the sender has written it; only the header came
-            payload = b"".join(self.memory[header.layer, block_id] for block_id in place.block_ids)
+            payload = b"".join(self.memory[each] for each in product(header.layers, place.block_ids))
         if not is_intact(header, payload):
             self._stage.log["damaged pieces"] += 1
             self.do(self.receiver.corrupt(header, self.now))

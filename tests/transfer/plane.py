@@ -48,7 +48,9 @@ class End:
             data_endpoints=endpoints,
         )
 
-    def piece(self, to: Peer, layer: int, block_ids: tuple[int, ...], targets: tuple[int, ...]) -> SendPiece:
+    def piece(
+        self, to: Peer, layer: int, block_ids: tuple[int, ...], targets: tuple[int, ...], num_layers: int = 1
+    ) -> SendPiece:
         """Some of our blocks on their way."""
         header = PieceHeader(
             lease_id=LeaseId(to.incarnation, 1),
@@ -60,7 +62,8 @@ class End:
             num_heads=LAYOUT.num_kv_heads,
             block_size=LAYOUT.block_size,
             dtype=LAYOUT.dtype,
-            payload_bytes=len(block_ids) * LAYOUT.block_bytes,
+            payload_bytes=num_layers * len(block_ids) * LAYOUT.block_bytes,
+            num_layers=num_layers,
         )
         return SendPiece(to, header, block_ids, targets, one_sided=True)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 from kvrelay.blocks import BlockManager
@@ -213,7 +214,7 @@ class Prefill:
         assert header.lease_id not in self._released_leases, "a write after the lease was released"
         assert header.digest == 0
         assert len(piece.block_ids) == len(piece.target_block_ids) == header.num_blocks
-        payload = b"".join(self.memory[header.layer, block_id] for block_id in piece.block_ids)
+        payload = b"".join(self.memory[each] for each in product(header.layers, piece.block_ids))
         frame = pack(seal(header, payload))
         if piece.one_sided:
             self._shared(piece, payload)

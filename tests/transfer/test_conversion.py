@@ -123,7 +123,9 @@ def test_what_the_receiver_holds_is_not_sent_in_whole_blocks_of_either(sends: in
     num_held = len(set(first.block_table) & set(second.block_table))
     step = max(sends, receives)
     assert num_held * receives == 5 * receives // step * step
-    assert sum(piece.header.num_blocks for piece in sent) == 2 * (-(-length // sends) - num_held * receives // sends)
+    assert sum(len(piece.header.layers) * piece.header.num_blocks for piece in sent) == 2 * (
+        -(-length // sends) - num_held * receives // sends
+    )
     assert np.array_equal(pair.there.tokens(second)[..., :length, :], pair.here.tokens(sequence)[..., :length, :])
 
 

@@ -205,12 +205,13 @@ def test_a_sender_sends_what_it_found_at_once_and_not_what_the_receiver_holds() 
     bench.hand_over("first", 2)
     grant = bench.lease("r", 9).model_copy(update={"held_blocks": 1})
     sender.on_message(D, grant, 0.0)
-    sent = [(item.header.layer, item.header.first_block, item.block_ids) for item in pieces(sender.next_pieces(999, 0))]
-    assert sent == [(0, 1, (3, 2)), (1, 1, (3, 2))]
+    sent = [
+        (item.header.layers, item.header.first_block, item.block_ids) for item in pieces(sender.next_pieces(999, 0))
+    ]
+    assert sent == [(range(2), 1, (3, 2))]
     sender.commit(sequence.key, (7,), 0.0)
     rest = sender.next_pieces(999, 0)
-    assert [(item.header.layer, item.header.first_block, item.block_ids) for item in pieces(rest)] == [
-        (0, 3, (1, 0)),
-        (1, 3, (1, 0)),
+    assert [(item.header.layers, item.header.first_block, item.block_ids) for item in pieces(rest)] == [
+        (range(2), 3, (1, 0)),
     ]
     assert messages(rest, KVCommit)[0].cached_tokens == 6

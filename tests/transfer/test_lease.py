@@ -43,6 +43,21 @@ def test_blocks_that_were_there_already_are_not_written_again() -> None:
     assert lease.accept(piece(0, 2, 1)) == Place((9,), is_end=True)
 
 
+def test_a_piece_of_several_layers_is_judged_and_marked_in_each_of_them() -> None:
+    lease = new_lease()
+    both = piece(0, 0, 2)._replace(num_layers=2, payload_bytes=4 * LAYOUT.block_bytes)
+    assert lease.objection(both._replace(layer=1)) is Unfit.OUT_OF_RANGE
+    lease.accept(piece(1, 1, 1))
+    assert lease.objection(both) is Unfit.DUPLICATE
+    fresh = new_lease()
+    assert fresh.objection(both) is None
+    assert fresh.accept(both) == Place((7, 8))
+    assert fresh.accepted == [0b11, 0b11]
+    assert fresh.landed == [0, 0]
+    fresh.land(both, 0.0)
+    assert fresh.landed == [0b11, 0b11]
+
+
 def test_it_is_whole_when_every_layer_has_what_was_not_held() -> None:
     lease = new_lease(held_blocks=2)
     for layer in range(LAYOUT.num_layers):

@@ -28,7 +28,7 @@ U64 = st.integers(0, 2**64 - 1)
 @st.composite
 def headers(draw: st.DrawFn) -> PieceHeader:
     dtype = draw(st.sampled_from(sorted(DTYPE_CODES)))
-    num_blocks, num_heads, block_size, head_dim = (draw(st.integers(1, 64)) for _ in range(4))
+    num_layers, num_blocks, num_heads, block_size, head_dim = (draw(st.integers(1, 64)) for _ in range(5))
     itemsize = 4 if dtype == "float32" else 2
     return PieceHeader(
         lease_id=LeaseId(draw(U64), draw(U64)),
@@ -40,14 +40,15 @@ def headers(draw: st.DrawFn) -> PieceHeader:
         num_heads=num_heads,
         block_size=block_size,
         dtype=dtype,
-        payload_bytes=num_blocks * 2 * num_heads * block_size * head_dim * itemsize,
+        payload_bytes=num_layers * num_blocks * 2 * num_heads * block_size * head_dim * itemsize,
+        num_layers=num_layers,
         digest=draw(U64),
     )
 
 
 def small_piece() -> tuple[PieceHeader, bytes]:
-    payload = bytes(range(32))
-    header = PieceHeader(LeaseId(7, 1), 9, 1, 3, 2, 0, 1, 2, "float16", len(payload))
+    payload = bytes(range(96))
+    header = PieceHeader(LeaseId(7, 1), 9, 1, 3, 2, 0, 1, 2, "float16", len(payload), num_layers=3)
     return seal(header, payload), payload
 
 
@@ -59,8 +60,8 @@ def test_a_header_survives_the_wire(header: PieceHeader) -> None:
 @given(headers())
 def test_head_dim_follows_from_the_payload(header: PieceHeader) -> None:
     itemsize = 4 if header.dtype == "float32" else 2
-    values = header.num_blocks * 2 * header.num_heads * header.block_size * header.head_dim
-    assert values * itemsize == header.payload_bytes
+    values = header.num_layers * header.num_blocks * 2 * header.num_heads * header.block_size * header.head_dim
+    assert values * itemsize == header.payload_bytes == header.num_layers * header.layer_bytes
 
 
 @settings(max_examples=300)
@@ -74,10 +75,10 @@ def test_random_bytes_are_a_wire_error_and_nothing_worse(frame: bytes) -> None:
 @given(st.binary(min_size=HEADER_BYTES - 6, max_size=HEADER_BYTES - 6))
 def test_random_fields_behind_a_right_start_are_consistent_or_a_wire_error(rest: bytes) -> None:
     try:
-        header = unpack(b"KVRP\x01\x02" + rest)
+        header = unpack(b"KVRP\x02\x02" + rest)
     except WireError:
         return
-    assert pack(header) == b"KVRP\x01\x02" + rest
+    assert pack(header) == b"KVRP\x02\x02" + rest
 
 
 def test_every_flipped_bit_of_a_piece_is_noticed() -> None:
@@ -110,7 +111,14 @@ def test_a_payload_that_is_not_as_long_as_the_header_says_is_a_wire_error() -> N
 
 @pytest.mark.parametrize(
     "change",
-    [{"payload_bytes": 31}, {"payload_bytes": 0}, {"num_blocks": 0}, {"num_heads": 0}, {"block_size": 0}],
+    [
+        {"payload_bytes": 97},
+        {"payload_bytes": 0},
+        {"num_blocks": 0},
+        {"num_heads": 0},
+        {"block_size": 0},
+        {"num_layers": 0},
+    ],
 )
 def test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error(change: dict[str, int]) -> None:
     with pytest.raises(WireError, match="cannot have a payload"):
@@ -122,7 +130,7 @@ def test_wrong_magic_version_dtype_and_length_are_named() -> None:
     with pytest.raises(WireError, match="starts with"):
         unpack(b"KVRX" + frame[4:])
     with pytest.raises(WireError, match="starts with"):
-        unpack(frame[:4] + b"\x02" + frame[5:])
+        unpack(frame[:4] + b"\x01" + frame[5:])
     with pytest.raises(WireError, match="dtype 9"):
         unpack(frame[:5] + b"\x09" + frame[6:])
     with pytest.raises(WireError, match=f"{HEADER_BYTES} bytes, not {HEADER_BYTES + 1}"):
@@ -131,8 +139,8 @@ def test_wrong_magic_version_dtype_and_length_are_named() -> None:
 
 def test_the_header_is_what_its_docstring_says() -> None:
     header, _ = small_piece()
-    fields = struct.unpack("<4sBBQQQHIIHHHQQ", pack(header))
-    assert fields == (b"KVRP", 1, 2, 7, 1, 9, 1, 3, 2, 0, 1, 2, 32, header.digest)
+    fields = struct.unpack("<4sBBQQQHHIIHHHQQ", pack(header))
+    assert fields == (b"KVRP", 2, 2, 7, 1, 9, 1, 3, 3, 2, 0, 1, 2, 96, header.digest)
 
 
 def test_headers_that_lie_behind_each_other_are_told_apart_if_they_are_whole() -> None:
@@ -147,4 +155,4 @@ def test_headers_that_lie_behind_each_other_are_told_apart_if_they_are_whole() -
 
 @given(headers(), st.binary(max_size=64))
 def test_sealing_and_packing_at_once_gives_the_same(header: PieceHeader, payload: bytes) -> None:
-    assert pack_sealed(header, payload[:5], payload[5:]) == pack(seal(header, payload))
+    assert pack_sealed(header, [payload[:5], payload[5:]]) == pack(seal(header, payload))

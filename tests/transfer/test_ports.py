@@ -1,5 +1,9 @@
 """Where KV leaves and enters memory: what is written by whom, and under which lease."""
 
+from dataclasses import replace
+
+import pytest
+
 from kvrelay.block_memory import BlockMemory, Geometry
 from kvrelay.messages import LeaseId
 from kvrelay.transfer.ports import Inlet, Outlet
@@ -60,6 +64,28 @@ def test_blocks_that_the_receiver_does_not_have_are_not_written_to() -> None:
     _, payload = Outlet(here, {PEER.incarnation: there}.get).take(piece(one_sided=True, targets=(0, 2, 8)))
     assert payload == content(here, BLOCK_IDS)
     assert bytes(there.buffer) == bytes(memory(100).buffer)
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_a_piece_of_several_layers_goes_into_each_of_them(one_sided: bool) -> None:
+    here, there, expected = memory(10), memory(100), memory(100)
+    single = piece(one_sided=one_sided)
+    several = replace(single, header=single.header._replace(layer=0, num_layers=2, payload_bytes=6 * SIZE))
+    header, payload = Outlet(here, {PEER.incarnation: there}.get).take(several)
+    assert (payload is None) == one_sided
+    assert Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), payload)
+    for layer in range(2):
+        expected.write(layer, TARGETS, *here.views(layer, BLOCK_IDS))
+    assert bytes(there.buffer) == bytes(expected.buffer)
+
+
+def test_a_wrong_digest_in_the_last_of_several_layers_is_seen() -> None:
+    here, there = memory(10), memory(100)
+    single = piece(one_sided=True)
+    several = replace(single, header=single.header._replace(layer=0, num_layers=2, payload_bytes=6 * SIZE))
+    header, _ = Outlet(here, {PEER.incarnation: there}.get).take(several)
+    there.views(1, TARGETS)[0][-1] ^= 1
+    assert not Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), None)
 
 
 def test_a_wrong_digest_is_seen_wherever_the_payload_lies() -> None:

@@ -214,7 +214,8 @@ def push(sender: KVSender, max_bytes: int = 2**20) -> list[Action]:
 
 
 def sent(actions: list[Action]) -> list[tuple[int, int, int]]:
-    return [(item.header.layer, item.header.first_block, item.header.num_blocks) for item in pieces(actions)]
+    headers = [item.header for item in pieces(actions)]
+    return [(layer, header.first_block, header.num_blocks) for header in headers for layer in header.layers]
 
 
 def commits(actions: list[Action]) -> list[int]:

@@ -181,7 +181,7 @@ def test_a_hand_over_lands_in_the_blocks_that_were_granted(world: Receiver) -> N
     world.tell(grant)
     world.do("commit")
     assert not of(world.do("push"), Adopt)  # the commit is here, the pieces are not verified yet
-    actions = world.land(LAYOUT.num_layers)
+    actions = world.land(1)
     assert of(actions, Adopt)
     assert world.content(grant.block_ids) == theirs()
     world.tell(messages(actions, KVAck)[0])
@@ -201,8 +201,8 @@ def test_a_stopped_sender_that_goes_on_after_its_lease_expired_hits_nobody(world
     before = world.content(others)
     os.kill(world.process.pid, signal.SIGCONT)
     assert world.answers() == []
-    world.land(LAYOUT.num_layers)
-    assert world.refused == LAYOUT.num_layers  # written, but nobody takes it for KV
+    world.land(1)
+    assert world.refused == 1  # written, but nobody takes it for KV
     assert world.content(others) == before
     assert world.content(grant.block_ids) == theirs()
     assert world.state == (0, NUM_BLOCKS - 3, 3)

@@ -127,7 +127,7 @@ def test_full_blocks_leave_layer_by_layer_and_the_partial_one_with_the_commit(se
     assert not sender.has_pending
     assert only(sender.commit(KEY, (5,), now=0.0), FirstTokenDue).key == KEY
     last = sender.next_pieces(2**20, now=0.0)
-    assert [(piece.header.layer, piece.block_ids) for piece in pieces(last)] == [(0, (9,)), (1, (9,))]
+    assert [(piece.header.layers, piece.block_ids) for piece in pieces(last)] == [(range(2), (9,))]
     assert kinds(last)[-1] is KVCommit
     assert messages(last, KVCommit)[0].lease_id == LEASE
     assert sender.next_pieces(2**20, now=0.0) == []
@@ -149,7 +149,6 @@ def test_blocks_that_the_receiver_holds_are_not_sent(sender: KVSender) -> None:
     sender.commit(KEY, (5,), now=0.0)
     sent = pieces(sender.next_pieces(2**20, now=0.0))
     assert [(piece.header.first_block, piece.block_ids, piece.target_block_ids) for piece in sent] == [
-        (2, (9,), (2,)),
         (2, (9,), (2,)),
     ]
 
@@ -175,6 +174,47 @@ def test_a_piece_is_never_larger_than_its_limit_but_at_least_one_block() -> None
         sender.commit(KEY, (5,), now=0.0)
         sent = pieces(sender.next_pieces(2**20, now=0.0))
         assert [piece.header.num_blocks for piece in sent if piece.header.layer == 0] == expected
+
+
+@pytest.mark.parametrize(
+    ("max_piece_bytes", "expected"),
+    [
+        (16 * 5, [(range(1), 0, 3), (range(1, 2), 0, 3)]),
+        (16 * 6, [(range(2), 0, 3)]),
+        (16 * 2, [(range(1), 0, 2), (range(1), 2, 1), (range(1, 2), 0, 2), (range(1, 2), 2, 1)]),
+    ],
+)
+def test_layers_that_have_the_same_blocks_to_send_go_together_if_they_fit(
+    max_piece_bytes: int, expected: list[tuple[range, int, int]]
+) -> None:
+    sender = new_sender(P, max_piece_bytes=max_piece_bytes)
+    granted(sender)
+    sender.commit(KEY, (5,), now=0.0)
+    sent = pieces(sender.next_pieces(2**20, now=0.0))
+    assert [(piece.header.layers, piece.header.first_block, piece.header.num_blocks) for piece in sent] == expected
+    assert all(len(piece.block_ids) == piece.header.num_blocks for piece in sent)
+    assert sum(piece.header.payload_bytes for piece in sent) == NUM_BLOCKS * LAYOUT.num_layers * LAYOUT.block_bytes
+
+
+def test_several_layers_count_as_all_of_their_blocks(sender: KVSender) -> None:
+    granted(sender)
+    for layer in range(LAYOUT.num_layers):
+        sender.advance(KEY, layer, 2)
+    other = new_sequence(RequestKey("other", 1), 5, block_table=[1, 2, 3])
+    sender.offer(other, CANDIDATES, 1, now=0.0)
+    about = {"request_id": "other", "attempt": 1}
+    sender.on_message(D0, grant(LeaseId(D0, 2)).model_copy(update=about), now=0.0)
+    sender.advance(other.key, 0, 2)
+    assert [piece.header.layers for piece in pieces(sender.next_pieces(32, now=0.0))] == [range(2)]
+    assert [piece.header.lease_id.counter for piece in pieces(sender.next_pieces(32, now=0.0))] == [2]
+
+
+def test_layers_of_which_one_is_further_go_apart(sender: KVSender) -> None:
+    granted(sender)
+    sender.advance(KEY, 0, 4)
+    sender.advance(KEY, 1, 2)
+    sent = pieces(sender.next_pieces(2**20, now=0.0))
+    assert [(piece.header.layers, piece.header.num_blocks) for piece in sent] == [(range(1), 2), (range(1, 2), 1)]
 
 
 def test_an_ack_ends_it_and_a_second_one_is_only_counted(sender: KVSender) -> None:

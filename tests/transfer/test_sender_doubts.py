@@ -122,7 +122,7 @@ def test_what_was_asked_for_again_under_a_lease_that_ended_is_forgotten(sender: 
     sender.on_message(D1, grant(LeaseId(D1, 1)), now=0.0)
     sender.commit(KEY, (5,), now=0.0)
     sent = sender.next_pieces(2**20, now=0.0)
-    assert [piece.header.num_blocks for piece in pieces(sent)] == [3, 3]
+    assert [(piece.header.layers, piece.header.num_blocks) for piece in pieces(sent)] == [(range(2), 3)]
     assert [message.num_repaired for message in messages(sent, KVCommit)] == [0]
 
 

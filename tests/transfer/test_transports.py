@@ -45,6 +45,14 @@ def test_pieces_of_odd_sizes_arrive_whole_and_in_order(sender: End, receiver: En
         assert receiver.content(layer, piece.target_block_ids) == sender.content(layer, piece.block_ids)
 
 
+def test_a_piece_of_several_layers_arrives_in_each_of_them(sender: End, receiver: End) -> None:
+    peer = meet(sender, receiver)
+    send(sender, sender.piece(peer, 0, (1, 2, 5), (9, 4, 0), num_layers=2))
+    assert receiver.land(receive(receiver, bool)[0], (9, 4, 0))
+    for layer in range(2):
+        assert receiver.content(layer, (9, 4, 0)) == sender.content(layer, (1, 2, 5))
+
+
 def test_blocks_that_no_piece_names_keep_their_bytes(sender: End, receiver: End) -> None:
     peer = meet(sender, receiver)
     others = tuple(set(range(NUM_BLOCKS)) - {4, 9})

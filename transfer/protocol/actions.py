@@ -22,7 +22,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendPiece:
-    """Read a layer's local blocks, seal the header (its digest is still 0) and give both to the transport.
+    """Read the local blocks of the layers, seal the header (its digest is still 0) and give both to the transport.
 
     `block_ids` are the sender's blocks to read; `target_block_ids` the receiver's, for transports that write there
     by themselves, which they may only if the grant was `one_sided`. There are none where blocks are of another size.

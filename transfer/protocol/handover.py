@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 from math import inf
 
 from kvrelay.messages import BlockRun, KVCommit, KVGrant, KVOffer, Peer, RefusalReason
@@ -116,39 +117,52 @@ class Handover:
         return True
 
     def next_piece(self, incarnation: int, layout: KVLayout, max_blocks: int) -> SendPiece | None:
-        """Takes the next run of unsent blocks: those to repair, then lowest layer first; None if there is none."""
+        """Takes the next run of unsent blocks: those to repair, then lowest layer first; None if there is none.
+
+        It goes through as many layers as have the same blocks to send; `max_blocks` counts those of all layers.
+        """
         if self.repairs and self.grant is not None:
             layer, first, num_blocks = self.repairs.popleft()
             count = min(num_blocks, max_blocks)
             if count < num_blocks:
                 self.repairs.appendleft(BlockRun(layer, first + count, num_blocks - count))
-            return self._piece(self.grant, incarnation, layout, layer, first, count)
+            return self._piece(self.grant, incarnation, layout, range(layer, layer + 1), first, count)
         while self.first_layer < len(self.sent) and self.grant is not None:
             layer, first = self.first_layer, self.sent[self.first_layer]
             if count := min(self._num_unsent_of(layer), max_blocks):
-                self.sent[layer] += count
-                self.num_unsent -= count
-                return self._piece(self.grant, incarnation, layout, layer, first, count)
+                layers = self._alike(layer, max_blocks // count)
+                for each in layers:
+                    self.sent[each] += count
+                self.num_unsent -= count * len(layers)
+                return self._piece(self.grant, incarnation, layout, layers, first, count)
             self.first_layer += 1
         return None
 
     def _num_unsent_of(self, layer: int) -> int:
         return max(0, self.written[layer] - self.sent[layer])
 
+    def _alike(self, layer: int, most: int) -> range:
+        """Layers from this one on that have just the same blocks to send."""
+        last = min(layer + most, len(self.sent))
+        run = (self.sent[layer], self.written[layer])
+        alike = takewhile(lambda each: (self.sent[each], self.written[each]) == run, range(layer, last))
+        return range(layer, layer + sum(1 for _ in alike))
+
     def _piece(
-        self, grant: KVGrant, incarnation: int, layout: KVLayout, layer: int, first: int, count: int
+        self, grant: KVGrant, incarnation: int, layout: KVLayout, layers: range, first: int, count: int
     ) -> SendPiece:
         header = PieceHeader(
             lease_id=grant.lease_id,
             sender=incarnation,
-            layer=layer,
+            layer=layers.start,
             first_block=first,
             num_blocks=count,
             head_start=0,
             num_heads=layout.num_kv_heads,
             block_size=layout.block_size,
             dtype=layout.dtype,
-            payload_bytes=count * layout.block_bytes,
+            payload_bytes=len(layers) * count * layout.block_bytes,
+            num_layers=len(layers),
         )
         run = slice(first, first + count)
         targets = grant.block_ids[run] if grant.block_size == layout.block_size else ()

@@ -111,15 +111,17 @@ class Lease:
         layout = self.offer.layout
         if not _matches(header, layout):
             return Unfit.WRONG_LAYOUT
-        if header.layer >= layout.num_layers or header.first_block + header.num_blocks > self.num_sent:
+        if header.layers.stop > layout.num_layers or header.first_block + header.num_blocks > self.num_sent:
             return Unfit.OUT_OF_RANGE
         if header.first_block < self.num_held:
             return Unfit.HELD_BLOCK
-        return Unfit.DUPLICATE if self.accepted[header.layer] & header.block_mask else None
+        is_known = any(self.accepted[layer] & header.block_mask for layer in header.layers)
+        return Unfit.DUPLICATE if is_known else None
 
     def accept(self, header: PieceHeader) -> Place:
         """Marks the piece as on its way into memory."""
-        self.accepted[header.layer] |= header.block_mask
+        for layer in header.layers:
+            self.accepted[layer] |= header.block_mask
         end = header.first_block + header.num_blocks
         first, offset = divmod(header.first_block * header.block_size, self.block_size)
         past = -(-end * header.block_size // self.block_size)
@@ -128,7 +130,8 @@ class Lease:
     def land(self, header: PieceHeader, now: float) -> None:
         """Marks an accepted piece as written and verified; one that was not accepted changes nothing."""
         self.begun_at = min(self.begun_at, now)
-        self.landed[header.layer] |= header.block_mask & self.accepted[header.layer]
+        for layer in header.layers:
+            self.landed[layer] |= header.block_mask & self.accepted[layer]
 
     def ask_again(self, runs: list[BlockRun]) -> bool:
         """These blocks must come once more. False: one of them was asked for before, or they are too many in all."""

@@ -1,11 +1,12 @@
 """The binary header in front of every piece of KV, and the digest that makes a flipped bit anywhere noticed.
 
-A piece is a run of adjacent blocks of one layer: payload `[num_blocks, 2, num_heads, block_size, head_dim]`. The
-header is little-endian without padding, the digest last:
+A piece is a run of adjacent blocks, the same ones in each of some adjacent layers: payload
+`[num_layers, num_blocks, 2, num_heads, block_size, head_dim]`. The header is little-endian without padding, the digest
+last:
 
     magic 4s | version u8 | dtype u8 | lease incarnation u64 | lease counter u64 | sender u64 | layer u16
-    | first_block u32 | num_blocks u32 | head_start u16 | num_heads u16 | block_size u16 | payload_bytes u64
-    | digest u64
+    | num_layers u16 | first_block u32 | num_blocks u32 | head_start u16 | num_heads u16 | block_size u16
+    | payload_bytes u64 | digest u64
 
 The digest is XXH3 (64 bits; https://github.com/Cyan4973/xxHash) over the header before it and the payload.
 """
@@ -22,8 +23,8 @@ from kvrelay.messages import LeaseId
 Payload = bytes | bytearray | memoryview
 
 MAGIC = b"KVRP"
-VERSION = 1
-_FIELDS = struct.Struct("<4sBBQQQHIIHHHQ")
+VERSION = 2
+_FIELDS = struct.Struct("<4sBBQQQHHIIHHHQ")
 _SIZE = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _DIGEST.size
@@ -34,7 +35,10 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class PieceHeader(NamedTuple):
-    """What a piece holds and under which lease it comes. Block indexes count from the sequence's first block."""
+    """What a piece holds and under which lease it comes. Block indexes count from the sequence's first block.
+
+    `layer` is the first of `num_layers`.
+    """
 
     lease_id: LeaseId
     sender: int  # incarnation
@@ -46,6 +50,7 @@ class PieceHeader(NamedTuple):
     block_size: int
     dtype: str
     payload_bytes: int
+    num_layers: int = 1
     digest: int = 0
 
     @property
@@ -54,8 +59,18 @@ class PieceHeader(NamedTuple):
         return self.payload_bytes // self._bytes_per_element_of_head
 
     @property
+    def layers(self) -> range:
+        """The layers it holds blocks of."""
+        return range(self.layer, self.layer + self.num_layers)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Payload of each of the layers."""
+        return self.payload_bytes // self.num_layers
+
+    @property
     def _bytes_per_element_of_head(self) -> int:
-        return self.num_blocks * 2 * self.num_heads * self.block_size * _ITEMSIZE[self.dtype]
+        return self.num_layers * self.num_blocks * 2 * self.num_heads * self.block_size * _ITEMSIZE[self.dtype]
 
     @property
     def block_mask(self) -> int:
@@ -71,6 +86,7 @@ def _pack_fields(header: PieceHeader) -> bytes:
         *header.lease_id,
         header.sender,
         header.layer,
+        header.num_layers,
         header.first_block,
         header.num_blocks,
         header.head_start,
@@ -97,8 +113,8 @@ def seal(header: PieceHeader, *parts: Payload) -> PieceHeader:
     return header._replace(digest=digest(header, *parts))
 
 
-def pack_sealed(header: PieceHeader, *parts: Payload) -> bytes:
-    """What `pack` gives of a header that `seal` gives."""
+def pack_sealed(header: PieceHeader, parts: Iterable[Payload]) -> bytes:
+    """What `pack` gives of a header that `seal` gives; takes one part of the payload after the other."""
     fields = _pack_fields(header)
     return fields + _DIGEST.pack(_digest(fields, parts))
 
@@ -129,7 +145,7 @@ def unpack(frame: Payload) -> PieceHeader:
         raise WireError(f"A piece header starts with {MAGIC!r} and version {VERSION}, not {magic!r} and {version}.")
     if dtype not in _DTYPES:
         raise WireError(f"A piece header names dtype {dtype}; the known ones are {DTYPE_CODES}.")
-    sender, layer, first_block, num_blocks, head_start, num_heads, block_size, payload_bytes = rest
+    sender, layer, num_layers, first_block, num_blocks, head_start, num_heads, block_size, payload_bytes = rest
     header = PieceHeader(
         LeaseId(incarnation, counter),
         sender,
@@ -141,6 +157,7 @@ def unpack(frame: Payload) -> PieceHeader:
         block_size,
         _DTYPES[dtype],
         payload_bytes,
+        num_layers,
         digest=_DIGEST.unpack_from(frame, _FIELDS.size)[0],
     )
     _check_size(header)
@@ -168,8 +185,8 @@ def _check_size(header: PieceHeader) -> None:
     unit, size = header._bytes_per_element_of_head, header.payload_bytes
     if not unit or size % unit or not 0 < size // unit < 2**16:
         raise WireError(
-            f"A piece of {header.num_blocks} blocks, {header.num_heads} heads and {header.block_size} tokens of "
-            f"{header.dtype} cannot have a payload of {header.payload_bytes} bytes."
+            f"A piece of {header.num_layers} layers, {header.num_blocks} blocks, {header.num_heads} heads and "
+            f"{header.block_size} tokens of {header.dtype} cannot have a payload of {header.payload_bytes} bytes."
         )
 
 

@@ -224,7 +224,8 @@ class KVReceiver:
         lease = self._leases.find(header.lease_id)
         if lease is None or lease.sender != header.sender:
             return actions
-        if lease.ask_again([BlockRun(header.layer, header.first_block, header.num_blocks)]):
+        runs = [BlockRun(layer, header.first_block, header.num_blocks) for layer in header.layers]
+        if lease.ask_again(runs):
             lease.num_damaged += 1
             return actions + self._ask_to_repair(lease)
         sentence = f"Layer {header.layer} of the prompt's KV arrived damaged at the decode worker more than once."

@@ -287,7 +287,7 @@ class KVSender:
                 piece = handover.next_piece(self.incarnation, self._layout, min(budget, self._max_piece_blocks))
                 if piece is None:
                     break
-                budget -= piece.header.num_blocks
+                budget -= piece.header.num_layers * piece.header.num_blocks
                 handover.begun_at = min(handover.begun_at, now)
                 self.pairs.of(handover.peer.incarnation).num_bytes += piece.header.payload_bytes
                 actions.append(piece)
