@@ -304,7 +304,7 @@ def test_no_call_has_more_headers_than_a_transport_takes(world: World) -> None:
     assert max(map(len, world.pipe.headers)) <= MAX_HEADERS
 
 
-def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_dropped(world: World) -> None:
+def test_what_nobody_waits_for_opens_no_connection_and_payload_for_nobody_is_dropped(world: World) -> None:
     other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
     peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoints={"zmq": "tcp://h:2"})
     room = world.mailbox.payload_room
@@ -312,6 +312,15 @@ def test_what_needs_no_answer_opens_no_connection_and_payload_for_nobody_is_drop
     wait_for(lambda: [1] * (world.mailbox.payload_room == room))
     world.mailbox.post([ToPeer(peer, COMMIT)])
     assert wait_for(other.receive) == [(WORKER, COMMIT)]  # and nothing before it
+    other.close()
+
+
+def test_a_receiver_that_lives_on_hears_that_it_has_its_blocks_back(world: World) -> None:
+    other = Listener(world.context, "127.0.0.1", "0", incarnation=PEER)
+    peer = Peer(name="p", incarnation=PEER, control_endpoint=other.endpoint, data_endpoints={"zmq": "tcp://h:2"})
+    released = KVReleased(source=WORKER, target=PEER, lease_id=LeaseId(PEER, 1))
+    world.mailbox.post([ToPeer(peer, released)])
+    assert wait_for(other.receive) == [(WORKER, released)]
     other.close()
 
 

@@ -29,7 +29,17 @@ from kvrelay.mailbox import (
     ToGateway,
     ToPeer,
 )
-from kvrelay.messages import AnyMessage, GatewayHello, KVCommit, KVOffer, Message, PairStatus, Peer, WorkerHello
+from kvrelay.messages import (
+    AnyMessage,
+    GatewayHello,
+    KVCommit,
+    KVOffer,
+    KVReleased,
+    Message,
+    PairStatus,
+    Peer,
+    WorkerHello,
+)
 from kvrelay.transport import MAX_HEADERS, Pollable, Transport
 from kvrelay.types import Incarnation
 
@@ -40,7 +50,8 @@ MAX_CONNECTING_S = 5.0
 MAX_UNUSED_S = 600.0  # much longer than any lease, so nothing hangs on a connection that is closed for being unused
 RETRY_S = 0.002
 
-Question = KVOffer | KVCommit
+# Blocks of a receiver wait for a KVReleased, and it may live although its connection was lost.
+Awaited = KVOffer | KVCommit | KVReleased
 
 
 class GatewayLink:
@@ -253,8 +264,8 @@ class ControlThread:
                 self._mailbox.deliver(GatewayLost(gateway))
 
     def _tell_peer(self, peer: Peer, message: Message) -> None:
-        """Only what asks for an answer opens a connection; anything else is of no use to a process that is gone."""
-        if peer.incarnation not in self._peers and not (isinstance(message, Question) and self._meet(peer)):
+        """Only what somebody waits for opens a connection; anything else is of no use to a process that is gone."""
+        if peer.incarnation not in self._peers and not (isinstance(message, Awaited) and self._meet(peer)):
             return
         self._used_at[peer.incarnation] = self._clock()
         self._unsaid.setdefault(peer.incarnation, []).append(message)
