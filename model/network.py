@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from kvrelay.model import tensors as names
+from kvrelay.model.attention import PagedAttention
 from kvrelay.model.config import ModelConfig
+from kvrelay.model.kv_cache import KVCache
 from kvrelay.model.layers import GatedMLP, Projection, RMSNorm, RotaryEmbedding, Rotation
+from kvrelay.model.step_plan import StepPlan, plan_step
+from kvrelay.types import Batch
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Stores KV `[N, 2 * num_kv_heads, head_dim]` and gives the attention of q `[N, num_heads, head_dim]` over it,
@@ -48,11 +52,10 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """A decoder with its weights on one device."""
+class TorchNetwork:
+    """A decoder that computes by torch alone, on any device. See `forward.Network`."""
 
     config: ModelConfig
-    dtype: torch.dtype
     device: torch.device
     embedding: torch.Tensor
     rotary: RotaryEmbedding
@@ -68,16 +71,40 @@ class Network:
         """float32 logits `[rows, vocab]` of residual rows after the last layer."""
         return F.linear(self.norm(hidden), self.lm_head).float()
 
+    def begin(self, batch: Batch, kv_cache: KVCache) -> "TorchPass":
+        """See `forward.Network`."""
+        plan = plan_step(batch, kv_cache.layout, kv_cache.num_blocks, self.device)
+        return TorchPass(self, kv_cache, plan, self.rotary(plan.positions), self.embed(plan.token_ids))
+
+
+@dataclass(slots=True)
+class TorchPass:
+    """See `forward.ForwardPass`. `hidden` is the residual stream, float32 `[N, hidden]`."""
+
+    network: TorchNetwork
+    kv_cache: KVCache
+    plan: StepPlan
+    rotation: Rotation
+    hidden: torch.Tensor
+
+    def compute(self, layer: int) -> None:
+        """The next layer."""
+        attend = PagedAttention.of_layer(self.plan, self.kv_cache, layer)
+        self.hidden = self.network.layers[layer](self.hidden, self.rotation, attend)
+
+    def logits(self) -> torch.Tensor:
+        """float32 `[rows, vocab]` of what samples."""
+        return self.network.logits(self.hidden.index_select(0, self.plan.sampled_rows))
+
 
 def build_network(
     config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> Network:
+) -> TorchNetwork:
     """Puts a network together from weights as `read_weights` gives them; on a CPU nothing is copied but norms."""
     maker = _Maker(config, weights, dtype, device)
     embedding = maker.tensor(names.EMBEDDING)
-    return Network(
+    return TorchNetwork(
         config=config,
-        dtype=dtype,
         device=device,
         embedding=embedding,
         rotary=RotaryEmbedding.build(

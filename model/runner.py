@@ -4,12 +4,10 @@ from collections.abc import Generator
 
 import torch
 
-from kvrelay.model.attention import PagedAttention
 from kvrelay.model.config import ModelConfig
+from kvrelay.model.forward import ForwardPass, Network
 from kvrelay.model.kv_cache import KVCache
-from kvrelay.model.network import Network
 from kvrelay.model.sampler import Sampler
-from kvrelay.model.step_plan import plan_step
 from kvrelay.types import Batch
 
 
@@ -50,22 +48,20 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> Generator[int, None, list[int | None]]:
         if not batch:
             return []
-        network = self.network
-        plan = plan_step(batch, self.kv_cache.layout, self.kv_cache.num_blocks, network.device)
-        hidden, rotation = network.embed(plan.token_ids), network.rotary(plan.positions)
+        forward, num_layers = self.network.begin(batch, self.kv_cache), self.config.num_layers
         # A device works through a queue: it is to compute the next layer while the caller waits for this one's KV.
         num_ahead = 0 if self.kv_cache.staged is None else 1
-        for index, layer in enumerate(network.layers):
-            hidden = layer(hidden, rotation, PagedAttention.of_layer(plan, self.kv_cache, index))
-            self.kv_cache.computed(index)
-            if index >= num_ahead:
-                yield index - num_ahead
-        yield from range(len(network.layers) - num_ahead, len(network.layers))
-        return self._sample(batch, hidden.index_select(0, plan.sampled_rows))
+        for layer in range(num_layers):
+            forward.compute(layer)
+            self.kv_cache.computed(layer)
+            if layer >= num_ahead:
+                yield layer - num_ahead
+        yield from range(num_layers - num_ahead, num_layers)
+        return self._sample(batch, forward)
 
-    def _sample(self, batch: Batch, hidden: torch.Tensor) -> list[int | None]:
+    def _sample(self, batch: Batch, forward: ForwardPass) -> list[int | None]:
         sampling = [item.sequence for item in batch.scheduled if item.samples]
         if not sampling:
             return [None] * len(batch.scheduled)
-        tokens = iter(self.sampler.sample(self.network.logits(hidden), sampling))
+        tokens = iter(self.sampler.sample(forward.logits(), sampling))
         return [next(tokens) if item.samples else None for item in batch.scheduled]
