@@ -11,10 +11,12 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 ARGS ?=
+# Scripts that start other systems to compare with: see bench/peers.py.
+PEERS_DIR ?= ../shared/peers
 
 # Every variable on make's command line is an option, NAME=value as KVRELAY_NAME, so that none has to be listed here.
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command line,$(origin $(name))),$(name)))
-GIVEN := $(filter-out PYTHON ARGS VENV BIN MAKEFLAGS MAKEOVERRIDES -% KVRELAY_%,$(GIVEN))
+GIVEN := $(filter-out PYTHON ARGS PEERS PEERS_DIR VENV BIN MAKEFLAGS MAKEOVERRIDES -% KVRELAY_%,$(GIVEN))
 $(foreach name,$(GIVEN),$(eval export KVRELAY_$(name) := $$($(name))))
 
 help:
@@ -23,7 +25,7 @@ help:
 	@echo "make check   lint, formatting, types"
 	@echo "make gpu-check  run the tests that need a GPU, on this machine's"
 	@echo "make soak    run the long tests: faults by the thousand, endurance"
-	@echo "make bench   measure throughput and latencies of this checkout"
+	@echo "make bench   measure throughput and latencies of this checkout (PEERS=1 PEERS_DIR=...: and of other systems)"
 	@echo "make clean   remove what the above made here"
 
 up: $(VENV)/.installed
@@ -48,7 +50,7 @@ soak: venv
 	$(BIN)/pytest -m soak --timeout 2700 $(ARGS)
 
 bench: venv
-	$(BIN)/python -m kvrelay.bench.serving $(ARGS)
+	$(BIN)/python -m kvrelay.bench.serving $(if $(PEERS),--peers $(PEERS_DIR)) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist out src/*.egg-info

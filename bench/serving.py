@@ -1,7 +1,12 @@
-"""Speed of this checkout through HTTP: output tokens a second, TTFT and ITL at 1, 8 and 32 requests at a time."""
+"""Speed of this checkout through HTTP, and of other systems in the same run: tokens/s, TTFT and ITL under load.
+
+Two loads: so many requests at a time, and short chats while long prompts come. Every arm has the whole machine.
+"""
 
 import argparse
 import asyncio
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,50 +15,88 @@ import httpx
 from rich.console import Console
 
 from kvrelay.bench.cluster import running
+from kvrelay.bench.interference import interfere
 from kvrelay.bench.load import Load, run, summary
+from kvrelay.bench.peers import PEERS, running_peer
 from kvrelay.bench.report import show, write_json
 
 CONCURRENCY = (1, 8, 32)
-ARMS: dict[str, dict[str, int]] = {"1P1D": {"prefill": 1, "decode": 1}, "both": {"prefill": 0, "decode": 0, "both": 1}}
+OURS: dict[str, dict[str, object]] = {
+    "1P1D": {"prefill": 1, "decode": 1},
+    "both": {"prefill": 0, "decode": 0, "both": 1, "threads": 2},
+}
+HIGHER_IS_BETTER = ("tokens_per_s",)
+COMPARED = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")
 
 
 def main() -> None:
     """Runs every arm on the same machine in one run, and prints and writes what came out."""
     options = _arguments()
-    rows = [row for arm in options.arm for row in _measure(arm, options)]
+    rows: list[dict[str, Any]] = []
+    for arm in options.arm + (list(PEERS) if options.peers else []):
+        with _server(arm, options.peers) as url:
+            rows += _measure(arm, url, options)
     show(f"{options.input_len} tokens in, {options.output_len} out", rows)
-    write_json(options.json, rows, {**vars(options), "json": str(options.json)})
+    for peer in PEERS if options.peers else ():
+        show(f"Times as fast as {peer} (above 1: faster, or sooner)", ratios(rows, peer))
+    write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arm", nargs="+", choices=list(ARMS), default=list(ARMS), help="how the workers are placed")
+    parser.add_argument("--arm", nargs="+", choices=list(OURS), default=list(OURS), help="how the workers are placed")
     parser.add_argument("--input-len", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output-len", type=int, default=64, help="generated tokens")
+    parser.add_argument("--peers", type=Path, help="folder with the scripts that start other systems")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, default=Path("out/serving.json"), help="where the figures go")
     return parser.parse_args()
 
 
-def _measure(arm: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    with running(**ARMS[arm]) as url:
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-        for index, concurrency in enumerate(CONCURRENCY):
-            load = Load(
-                num_requests=2 * concurrency if concurrency > 1 else 4,
-                concurrency=concurrency,
-                input_len=options.input_len,
-                output_len=options.output_len,
-                vocab_size=40000,
-                seed=options.seed + 2 * index,  # prompts of its own, since those of earlier rows are cached
-            )
-            warm_up = replace(load, num_requests=concurrency, output_len=4, seed=load.seed + 1)
-            asyncio.run(run(url, model, warm_up))
-            timings = asyncio.run(run(url, model, load))
-            rows.append({"arm": arm, "at_a_time": concurrency, "requests": load.num_requests, **summary(timings)})
-            Console(stderr=True).print(f"{arm}, {concurrency} at a time: {rows[-1]['tokens_per_s']:.1f} tokens/s")
-    return rows
+def _server(arm: str, peers: Path) -> AbstractContextManager[str]:
+    return running(**OURS[arm]) if arm in OURS else running_peer(peers, arm)
+
+
+def _measure(arm: str, url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+    for index, concurrency in enumerate(CONCURRENCY):
+        load = Load(
+            num_requests=2 * concurrency if concurrency > 1 else 4,
+            concurrency=concurrency,
+            input_len=options.input_len,
+            output_len=options.output_len,
+            vocab_size=40000,
+            seed=options.seed + 2 * index,  # prompts of its own, since those of earlier rows are cached
+        )
+        warm_up = replace(load, num_requests=concurrency, output_len=4, seed=load.seed + 1)
+        asyncio.run(run(url, model, warm_up))
+        figures = summary(asyncio.run(run(url, model, load)))
+        yield _told({"arm": arm, "load": f"{concurrency} at a time", **figures, "long_ttft_p50_ms": ""})
+    figures = asyncio.run(interfere(url, model, options.seed + 1000))
+    yield _told({"arm": arm, "load": "interference", **figures})
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    Console(stderr=True).print(f"{row['arm']}, {row['load']}: {row['tokens_per_s']:.1f} tokens/s")
+    return row
+
+
+def ratios(rows: list[dict[str, Any]], peer: str) -> list[dict[str, Any]]:
+    """Every other arm beside the peer under the same load: above 1 where it does better."""
+    of_peer = {row["load"]: row for row in rows if row["arm"] == peer}
+    return [
+        {
+            "arm": row["arm"],
+            "load": row["load"],
+            **{name: _better(name, row[name], of_peer[row["load"]][name]) for name in COMPARED},
+        }
+        for row in rows
+        if row["arm"] not in PEERS
+    ]
+
+
+def _better(name: str, ours: float, theirs: float) -> float:
+    return ours / theirs if name in HIGHER_IS_BETTER else theirs / ours
 
 
 if __name__ == "__main__":
