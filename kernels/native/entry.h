@@ -1,0 +1,4 @@
+// What Python calls: C names, and all others hidden.
+#pragma once
+
+#define KVRELAY_ENTRY extern "C" __attribute__((visibility("default")))

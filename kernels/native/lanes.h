@@ -1,0 +1,266 @@
+// Sixteen numbers at a time, whatever the instruction set: the only place that knows intrinsics. All arithmetic on
+// integers is exact. That on floats gives the same bits on all levels that have fused multiply-add; `portable` on
+// x86-64 has none, and rounds products.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace kvrelay {
+
+constexpr int64_t kLanes = 16;
+
+inline float half_to_float(uint16_t half) {  // finite ones, subnormal too
+  uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
+  float magnitude;
+  std::memcpy(&magnitude, &bits, 4);
+  magnitude *= 0x1p112f;
+  return half & 0x8000 ? -magnitude : magnitude;
+}
+
+inline int32_t four_bytes(const int8_t* x) {
+  int32_t word;
+  std::memcpy(&word, x, 4);
+  return word;
+}
+
+#if defined(__AVX512F__)
+
+struct Floats {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
+struct Bytes {  // four unsigned bytes for each of the sixteen lanes
+  __m512i v;
+};
+
+inline Floats floats(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats load(const float* x) { return {_mm512_loadu_ps(x)}; }
+inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x.v); }
+inline Floats load_halves(const uint16_t* x) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x))}; }
+inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats multiply(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats larger_magnitude(Floats a, Floats b) { return {_mm512_max_ps(_mm512_abs_ps(a.v), _mm512_abs_ps(b.v))}; }
+inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
+inline Ints ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
+inline void store_as_bytes(int8_t* to, Ints a) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(a.v)); }
+inline Bytes load_bytes(const uint8_t* x) { return {_mm512_loadu_si512(x)}; }
+inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+inline Bytes high_nibbles(Bytes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
+
+// c + the dot products of each lane's four bytes with the four at x.
+inline Ints dot(Bytes w, const int8_t* x, Ints c) {
+  const __m512i v = _mm512_set1_epi32(four_bytes(x));
+#if defined(__AVX512VNNI__)
+  return {_mm512_dpbusd_epi32(c.v, w.v, v)};
+#else
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w.v, _mm512_set1_epi16(255)),
+                                         _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(v, 8));
+  return {_mm512_add_epi32(c.v, _mm512_add_epi32(even, odd))};
+#endif
+}
+
+// The same for bytes below 16.
+inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) {
+#if defined(__AVX512VNNI__)
+  return dot(w, x, c);
+#else
+  const __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(four_bytes(x)));
+  return {_mm512_add_epi32(c.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
+}
+
+#elif defined(__AVX2__)
+
+struct Floats {
+  __m256 v[2];
+};
+struct Ints {
+  __m256i v[2];
+};
+struct Bytes {  // four unsigned bytes for each of the sixteen lanes
+  __m256i v[2];
+};
+
+inline __m256i half_of(const void* x, int i) { return _mm256_loadu_si256((const __m256i*)x + i); }
+inline Floats floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats load(const float* x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
+inline void store(float* to, Floats x) {
+  _mm256_storeu_ps(to, x.v[0]);
+  _mm256_storeu_ps(to + 8, x.v[1]);
+}
+inline Floats load_halves(const uint16_t* x) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x + 1))};
+}
+inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}; }
+inline Floats multiply(Floats a, Floats b) { return {_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}; }
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return {_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])};
+}
+inline __m256 magnitude(__m256 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline Floats larger_magnitude(Floats a, Floats b) {
+  return {_mm256_max_ps(magnitude(a.v[0]), magnitude(b.v[0])), _mm256_max_ps(magnitude(a.v[1]), magnitude(b.v[1]))};
+}
+inline float largest(Floats a) {
+  float all[kLanes], found;
+  store(all, a);
+  found = all[0];
+  for (float each : all) found = each > found ? each : found;
+  return found;
+}
+inline Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}; }
+inline int32_t sum(Ints a) {
+  int32_t all[8], total = 0;
+  _mm256_storeu_si256((__m256i*)all, _mm256_add_epi32(a.v[0], a.v[1]));
+  for (int32_t each : all) total += each;
+  return total;
+}
+inline Floats to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.v[0]), _mm256_cvtepi32_ps(a.v[1])}; }
+inline Ints round_to_ints(Floats a) { return {_mm256_cvtps_epi32(a.v[0]), _mm256_cvtps_epi32(a.v[1])}; }
+inline void store_as_bytes(int8_t* to, Ints a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.v[0], a.v[1]), 0xd8);
+  _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+inline Bytes load_bytes(const uint8_t* x) { return {half_of(x, 0), half_of(x, 1)}; }
+inline Bytes low_nibbles(Bytes a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(a.v[0], mask), _mm256_and_si256(a.v[1], mask)};
+}
+inline Bytes high_nibbles(Bytes a) {
+  return low_nibbles({_mm256_srli_epi16(a.v[0], 4), _mm256_srli_epi16(a.v[1], 4)});
+}
+
+// c + the dot products of each lane's four bytes with the four at x.
+inline Ints dot(Bytes w, const int8_t* x, Ints c) {
+  const __m256i v = _mm256_set1_epi32(four_bytes(x));
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), odd = _mm256_srai_epi16(v, 8);
+  for (int i = 0; i < 2; i++) {
+    const __m256i evens = _mm256_madd_epi16(_mm256_and_si256(w.v[i], _mm256_set1_epi16(255)), even);
+    const __m256i odds = _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), odd);
+    c.v[i] = _mm256_add_epi32(c.v[i], _mm256_add_epi32(evens, odds));
+  }
+  return c;
+}
+
+// The same for bytes below 16, of which two products fit into 16 bits.
+inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) {
+  const __m256i v = _mm256_set1_epi32(four_bytes(x));
+  for (int i = 0; i < 2; i++) {
+    const __m256i pairs = _mm256_maddubs_epi16(w.v[i], v);
+    c.v[i] = _mm256_add_epi32(c.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  return c;
+}
+
+#else
+
+struct Floats {
+  float v[kLanes];
+};
+struct Ints {
+  int32_t v[kLanes];
+};
+struct Bytes {  // four unsigned bytes for each of the sixteen lanes
+  uint8_t v[4 * kLanes];
+};
+
+template <class To, class Make>
+inline To each(Make make) {
+  To made;
+  for (int64_t i = 0; i < kLanes; i++) made.v[i] = make(i);
+  return made;
+}
+inline Floats floats(float x) {
+  return each<Floats>([&](int64_t) { return x; });
+}
+inline Floats load(const float* x) {
+  return each<Floats>([&](int64_t i) { return x[i]; });
+}
+inline void store(float* to, Floats x) { std::memcpy(to, x.v, sizeof x.v); }
+inline Floats load_halves(const uint16_t* x) {
+  return each<Floats>([&](int64_t i) { return half_to_float(x[i]); });
+}
+inline Floats add(Floats a, Floats b) {
+  return each<Floats>([&](int64_t i) { return a.v[i] + b.v[i]; });
+}
+inline Floats multiply(Floats a, Floats b) {
+  return each<Floats>([&](int64_t i) { return a.v[i] * b.v[i]; });
+}
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+  return each<Floats>([&](int64_t i) {
+#if defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+#else
+    return a.v[i] * b.v[i] + c.v[i];
+#endif
+  });
+}
+inline Floats larger_magnitude(Floats a, Floats b) {
+  return each<Floats>([&](int64_t i) {
+    const float x = __builtin_fabsf(a.v[i]), y = __builtin_fabsf(b.v[i]);
+    return x > y ? x : y;
+  });
+}
+inline float largest(Floats a) {
+  float found = a.v[0];
+  for (float one : a.v) found = one > found ? one : found;
+  return found;
+}
+inline Ints ints(int32_t x) {
+  return each<Ints>([&](int64_t) { return x; });
+}
+inline Ints add(Ints a, Ints b) {
+  return each<Ints>([&](int64_t i) { return a.v[i] + b.v[i]; });
+}
+inline int32_t sum(Ints a) {
+  int32_t total = 0;
+  for (int32_t one : a.v) total += one;
+  return total;
+}
+inline Floats to_floats(Ints a) {
+  return each<Floats>([&](int64_t i) { return static_cast<float>(a.v[i]); });
+}
+inline Ints round_to_ints(Floats a) {  // magnitudes below 2^22: to the sum with 1.5 * 2^23 ties are rounded to even
+  return each<Ints>([&](int64_t i) { return static_cast<int32_t>(a.v[i] + 0x1.8p23f - 0x1.8p23f); });
+}
+inline void store_as_bytes(int8_t* to, Ints a) {
+  for (int64_t i = 0; i < kLanes; i++) to[i] = static_cast<int8_t>(a.v[i]);
+}
+inline Bytes load_bytes(const uint8_t* x) {
+  Bytes loaded;
+  std::memcpy(loaded.v, x, sizeof loaded.v);
+  return loaded;
+}
+inline Bytes low_nibbles(Bytes a) {
+  for (uint8_t& byte : a.v) byte &= 15;
+  return a;
+}
+inline Bytes high_nibbles(Bytes a) {
+  for (uint8_t& byte : a.v) byte >>= 4;
+  return a;
+}
+
+// c + the dot products of each lane's four bytes with the four at x.
+inline Ints dot(Bytes w, const int8_t* x, Ints c) {
+  for (int64_t i = 0; i < kLanes; i++)
+    for (int64_t j = 0; j < 4; j++) c.v[i] += w.v[4 * i + j] * x[j];
+  return c;
+}
+inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) { return dot(w, x, c); }
+
+#endif
+
+}  // namespace kvrelay

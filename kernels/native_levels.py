@@ -1,0 +1,46 @@
+"""Instruction set levels that the native kernels are compiled for, and which of them a processor has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_VNNI = (*_AVX512, "avx512_vnni")
+_BF16 = (*_VNNI, "avx512_bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the compiler may use. `cpu_flags` are the names of Linux for what the processor must have."""
+
+    name: str
+    cpu_flags: tuple[str, ...] = ()
+
+    @property
+    def compiler_flags(self) -> tuple[str, ...]:
+        """For gcc and clang, which call the same flags `-mavx512vnni` and `-mavx512bf16`."""
+        return tuple(f"-m{flag.replace('_', '')}" for flag in self.cpu_flags)
+
+
+LEVELS = (
+    Level("avx512bf16", _BF16),
+    Level("avx512vnni", _VNNI),
+    Level("avx512", _AVX512),
+    Level("avx2", _AVX2),
+    Level("portable"),
+)
+
+
+def levels_of(cpu_flags: frozenset[str]) -> tuple[Level, ...]:
+    """The levels that a processor with these flags can run, the best first. The last one is always `portable`."""
+    return tuple(level for level in LEVELS if cpu_flags.issuperset(level.cpu_flags))
+
+
+def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What Linux says about the first processor; nothing where there is no such file (no Linux) or line (no x86)."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    names = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    return frozenset(next(names, "").split())
