@@ -24,7 +24,7 @@ from kvrelay.kernels.native_levels import Level
 SOURCES = Path(__file__).resolve().parent / "native"
 
 # Contraction would fuse a product and a sum in one loop and not in another, and sameness would depend on the compiler.
-_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall")
+_FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 _NAME = "kernels"
 _FIRST_ERROR = re.compile(r"^.*\b(?:fatal )?error: .*$", re.MULTILINE)
 

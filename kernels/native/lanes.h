@@ -22,7 +22,7 @@ inline float half_to_float(uint16_t half) {  // finite ones, subnormal too
   return half & 0x8000 ? -magnitude : magnitude;
 }
 
-inline int32_t four_bytes(const int8_t* x) {
+inline int32_t word_at(const void* x) {
   int32_t word;
   std::memcpy(&word, x, 4);
   return word;
@@ -43,25 +43,25 @@ struct Bytes {  // four unsigned bytes for each of the sixteen lanes
 inline Floats floats(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats load(const float* x) { return {_mm512_loadu_ps(x)}; }
 inline void store(float* to, Floats x) { _mm512_storeu_ps(to, x.v); }
-inline Floats load_halves(const uint16_t* x) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x))}; }
-inline Floats add(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
-inline Floats multiply(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats load_halves(const uint8_t* x) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x))}; }
+inline Floats plus(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats times(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats larger_magnitude(Floats a, Floats b) { return {_mm512_max_ps(_mm512_abs_ps(a.v), _mm512_abs_ps(b.v))}; }
 inline float largest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline Ints ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
-inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints plus(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
 inline void store_as_bytes(int8_t* to, Ints a) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(a.v)); }
-inline Bytes load_bytes(const uint8_t* x) { return {_mm512_loadu_si512(x)}; }
+inline Bytes load_bytes(const void* x) { return {_mm512_loadu_si512(x)}; }
 inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 
 // c + the dot products of each lane's four bytes with the four at x.
 inline Ints dot(Bytes w, const int8_t* x, Ints c) {
-  const __m512i v = _mm512_set1_epi32(four_bytes(x));
+  const __m512i v = _mm512_set1_epi32(word_at(x));
 #if defined(__AVX512VNNI__)
   return {_mm512_dpbusd_epi32(c.v, w.v, v)};
 #else
@@ -77,8 +77,21 @@ inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) {
 #if defined(__AVX512VNNI__)
   return dot(w, x, c);
 #else
-  const __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(four_bytes(x)));
+  const __m512i pairs = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32(word_at(x)));
   return {_mm512_add_epi32(c.v, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))};
+#endif
+}
+
+// c + the sum of each lane's two bfloat16 times the two at x.
+inline Floats dot_bf16(Bytes w, const uint16_t* x, Floats c) {
+  const __m512i v = _mm512_set1_epi32(word_at(x));
+#if defined(__AVX512BF16__)
+  return {_mm512_dpbf16_ps(c.v, (__m512bh)w.v, (__m512bh)v)};
+#else
+  const __m512i high = _mm512_set1_epi32(-65536);
+  const auto even = [](__m512i a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); };
+  const auto odd = [&](__m512i a) { return _mm512_castsi512_ps(_mm512_and_si512(a, high)); };
+  return {_mm512_fmadd_ps(odd(w.v), odd(v), _mm512_fmadd_ps(even(w.v), even(v), c.v))};
 #endif
 }
 
@@ -101,11 +114,11 @@ inline void store(float* to, Floats x) {
   _mm256_storeu_ps(to, x.v[0]);
   _mm256_storeu_ps(to + 8, x.v[1]);
 }
-inline Floats load_halves(const uint16_t* x) {
+inline Floats load_halves(const uint8_t* x) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x + 1))};
 }
-inline Floats add(Floats a, Floats b) { return {_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}; }
-inline Floats multiply(Floats a, Floats b) { return {_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}; }
+inline Floats plus(Floats a, Floats b) { return {_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}; }
+inline Floats times(Floats a, Floats b) { return {_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}; }
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
   return {_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])};
 }
@@ -121,7 +134,7 @@ inline float largest(Floats a) {
   return found;
 }
 inline Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}; }
+inline Ints plus(Ints a, Ints b) { return {_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}; }
 inline int32_t sum(Ints a) {
   int32_t all[8], total = 0;
   _mm256_storeu_si256((__m256i*)all, _mm256_add_epi32(a.v[0], a.v[1]));
@@ -134,7 +147,7 @@ inline void store_as_bytes(int8_t* to, Ints a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.v[0], a.v[1]), 0xd8);
   _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-inline Bytes load_bytes(const uint8_t* x) { return {half_of(x, 0), half_of(x, 1)}; }
+inline Bytes load_bytes(const void* x) { return {half_of(x, 0), half_of(x, 1)}; }
 inline Bytes low_nibbles(Bytes a) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(a.v[0], mask), _mm256_and_si256(a.v[1], mask)};
@@ -145,7 +158,7 @@ inline Bytes high_nibbles(Bytes a) {
 
 // c + the dot products of each lane's four bytes with the four at x.
 inline Ints dot(Bytes w, const int8_t* x, Ints c) {
-  const __m256i v = _mm256_set1_epi32(four_bytes(x));
+  const __m256i v = _mm256_set1_epi32(word_at(x));
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), odd = _mm256_srai_epi16(v, 8);
   for (int i = 0; i < 2; i++) {
     const __m256i evens = _mm256_madd_epi16(_mm256_and_si256(w.v[i], _mm256_set1_epi16(255)), even);
@@ -157,10 +170,21 @@ inline Ints dot(Bytes w, const int8_t* x, Ints c) {
 
 // The same for bytes below 16, of which two products fit into 16 bits.
 inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) {
-  const __m256i v = _mm256_set1_epi32(four_bytes(x));
+  const __m256i v = _mm256_set1_epi32(word_at(x));
   for (int i = 0; i < 2; i++) {
     const __m256i pairs = _mm256_maddubs_epi16(w.v[i], v);
     c.v[i] = _mm256_add_epi32(c.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+  return c;
+}
+
+// c + the sum of each lane's two bfloat16 times the two at x.
+inline Floats dot_bf16(Bytes w, const uint16_t* x, Floats c) {
+  const __m256i v = _mm256_set1_epi32(word_at(x)), high = _mm256_set1_epi32(-65536);
+  const auto even = [](__m256i a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); };
+  const auto odd = [&](__m256i a) { return _mm256_castsi256_ps(_mm256_and_si256(a, high)); };
+  for (int i = 0; i < 2; i++) {
+    c.v[i] = _mm256_fmadd_ps(odd(w.v[i]), odd(v), _mm256_fmadd_ps(even(w.v[i]), even(v), c.v[i]));
   }
   return c;
 }
@@ -190,13 +214,15 @@ inline Floats load(const float* x) {
   return each<Floats>([&](int64_t i) { return x[i]; });
 }
 inline void store(float* to, Floats x) { std::memcpy(to, x.v, sizeof x.v); }
-inline Floats load_halves(const uint16_t* x) {
-  return each<Floats>([&](int64_t i) { return half_to_float(x[i]); });
+inline Floats load_halves(const uint8_t* x) {
+  uint16_t halves[kLanes];
+  std::memcpy(halves, x, sizeof halves);
+  return each<Floats>([&](int64_t i) { return half_to_float(halves[i]); });
 }
-inline Floats add(Floats a, Floats b) {
+inline Floats plus(Floats a, Floats b) {
   return each<Floats>([&](int64_t i) { return a.v[i] + b.v[i]; });
 }
-inline Floats multiply(Floats a, Floats b) {
+inline Floats times(Floats a, Floats b) {
   return each<Floats>([&](int64_t i) { return a.v[i] * b.v[i]; });
 }
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
@@ -222,7 +248,7 @@ inline float largest(Floats a) {
 inline Ints ints(int32_t x) {
   return each<Ints>([&](int64_t) { return x; });
 }
-inline Ints add(Ints a, Ints b) {
+inline Ints plus(Ints a, Ints b) {
   return each<Ints>([&](int64_t i) { return a.v[i] + b.v[i]; });
 }
 inline int32_t sum(Ints a) {
@@ -239,7 +265,7 @@ inline Ints round_to_ints(Floats a) {  // magnitudes below 2^22: to the sum with
 inline void store_as_bytes(int8_t* to, Ints a) {
   for (int64_t i = 0; i < kLanes; i++) to[i] = static_cast<int8_t>(a.v[i]);
 }
-inline Bytes load_bytes(const uint8_t* x) {
+inline Bytes load_bytes(const void* x) {
   Bytes loaded;
   std::memcpy(loaded.v, x, sizeof loaded.v);
   return loaded;
@@ -260,6 +286,23 @@ inline Ints dot(Bytes w, const int8_t* x, Ints c) {
   return c;
 }
 inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) { return dot(w, x, c); }
+
+// c + the sum of each lane's two bfloat16 times the two at x.
+inline Floats dot_bf16(Bytes w, const uint16_t* x, Floats c) {
+  uint32_t words[kLanes];
+  std::memcpy(words, w.v, sizeof words);
+  const auto one = [&](int shift, Floats sum) {
+    const auto value = [&](uint32_t word) {
+      const uint32_t bits = word << shift & 0xffff0000u;
+      float made;
+      std::memcpy(&made, &bits, 4);
+      return made;
+    };
+    const float factor = value(static_cast<uint32_t>(word_at(x)));
+    return multiply_add(each<Floats>([&](int64_t i) { return value(words[i]); }), floats(factor), sum);
+  };
+  return one(0, one(16, c));
+}
 
 #endif
 

@@ -12,8 +12,8 @@ void quantize_group(const float* x, int8_t* codes, float* scale, float* total, i
   const Floats low = load(x), high = load(x + kLanes);
   const float most = largest(larger_magnitude(low, high));
   const Floats inverse = floats(most > 0 ? 127.0f / most : 0.0f);
-  const Ints low_codes = round_to_ints(multiply(low, inverse)), high_codes = round_to_ints(multiply(high, inverse));
-  const int32_t code_sum = sum(add(low_codes, high_codes));
+  const Ints low_codes = round_to_ints(times(low, inverse)), high_codes = round_to_ints(times(high, inverse));
+  const int32_t code_sum = sum(plus(low_codes, high_codes));
   store_as_bytes(codes, low_codes);
   store_as_bytes(codes + kLanes, high_codes);
   *scale = most / 127.0f;
@@ -33,6 +33,21 @@ void quantize_rows(const float* x, int64_t rows, int64_t columns, QuantizedRows 
       float padded[kGroup] = {};
       if (group == whole) from = static_cast<float*>(std::memcpy(padded, from, (columns - whole * kGroup) * 4));
       quantize_group(from, to.codes + i * kGroup, to.scales + i, to.sums + i, to.offsets + i);
+    }
+  }
+}
+
+void round_rows(const float* x, int64_t rows, int64_t columns, uint16_t* to, int64_t threads) {
+  const int64_t width = (columns + 1) / 2 * 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = x + row * columns;
+    uint16_t* place = to + row * width;
+    place[width - 1] = 0;
+    for (int64_t i = 0; i < columns; i++) {
+      uint32_t bits;
+      std::memcpy(&bits, from + i, 4);
+      place[i] = static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
     }
   }
 }

@@ -1,0 +1,142 @@
+"""Weights in the order in which the native kernels read them: `kernels/native/linear.h` describes each form."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from kvrelay.kernels.grouped_weights import GroupedWeights
+from kvrelay.kernels.quantized_rows import GROUP
+
+_LANES = 16  # outputs of a tile
+_FOURS = 4  # columns that one instruction multiplies
+
+
+class Form(StrEnum):
+    """How weights are kept. Activations are quantised to 8 bits for the first two, and rounded to bfloat16 for bf16."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """A matrix `[outputs, columns]` as uint8 `[tiles, tile_bytes]`, one tile for each 16 outputs."""
+
+    form: Form
+    outputs: int
+    columns: int
+    tiles: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the tiles are not what the other fields say."""
+        shape = packed_shape(self.form, self.outputs, self.columns)
+        if self.tiles.dtype != torch.uint8 or self.tiles.shape != shape or not self.tiles.is_contiguous():
+            raise ValueError(
+                f"Packed weights of {str(self.tiles.dtype).removeprefix('torch.')} {list(self.tiles.shape)} are not "
+                f"{self.outputs} x {self.columns} weights in {self.form}; expected uint8 {list(shape)}, contiguous."
+            )
+
+
+def packed_shape(form: Form, outputs: int, columns: int) -> tuple[int, int]:
+    """The tiles that `outputs` x `columns` weights take, and the bytes of each."""
+    groups = -(-columns // GROUP)
+    tile_bytes = {
+        Form.INT4: groups * (16 * GROUP // 2 + 64),
+        Form.INT8: -(-groups // 2) * 2 * (16 * GROUP + 32),
+        Form.BF16: -(-columns // 2) * 64,
+        Form.FP32: columns * 64,
+    }
+    return -(-outputs // _LANES), tile_bytes[form]
+
+
+def pack_grouped(weights: GroupedWeights) -> PackedWeights:
+    """Packs 4-bit weights (those with minima) as int4, others as int8."""
+    if weights.minima is None:
+        form, tiles = Form.INT8, _pack_int8(weights.codes, weights.scales)
+    else:
+        form, tiles = Form.INT4, _pack_int4(weights.codes, weights.scales, weights.minima)
+    return PackedWeights(form, len(weights.codes), weights.columns, tiles.flatten(1))
+
+
+def pack_floats(weights: torch.Tensor, form: Form) -> PackedWeights:
+    """Packs floating-point weights `[outputs, columns]` as bf16, rounded to the nearest, or fp32.
+
+    Raises ValueError for other forms: `to_int8` and `to_int4` come before `pack_grouped`.
+    """
+    if form not in (Form.BF16, Form.FP32):
+        raise ValueError(f"Floating-point weights cannot be packed as {form}; quantise them first.")
+    outputs, columns = weights.shape
+    width = 2 if form is Form.BF16 else 1
+    padded = _whole_tiles(torch.nn.functional.pad(weights, (0, -columns % width)))
+    tiles = padded.to(torch.bfloat16 if form is Form.BF16 else torch.float32).view(
+        -1, _LANES, -(-columns // width), width
+    )
+    return PackedWeights(form, outputs, columns, tiles.transpose(1, 2).contiguous().flatten(1).view(torch.uint8))
+
+
+def unpack_grouped(weights: PackedWeights) -> GroupedWeights:
+    """The inverse of `pack_grouped`, bit for bit. ValueError for other forms."""
+    if weights.form not in (Form.INT4, Form.INT8):
+        raise ValueError(f"Weights packed as {weights.form} are not in groups; use unpack_floats.")
+    unpack = _unpack_int4 if weights.form is Form.INT4 else _unpack_int8
+    codes, scales, minima = unpack(weights.tiles, -(-weights.columns // GROUP))
+    rows = weights.outputs
+    return GroupedWeights(codes[:rows], scales[:rows], None if minima is None else minima[:rows], weights.columns)
+
+
+def unpack_floats(weights: PackedWeights) -> torch.Tensor:
+    """The inverse of `pack_floats`: bfloat16 or float32 `[outputs, columns]`. ValueError for other forms."""
+    if weights.form not in (Form.BF16, Form.FP32):
+        raise ValueError(f"Weights packed as {weights.form} are in groups; use unpack_grouped.")
+    dtype, width = (torch.bfloat16, 2) if weights.form is Form.BF16 else (torch.float32, 1)
+    tiles = weights.tiles.view(dtype).view(len(weights.tiles), -1, _LANES, width).transpose(1, 2)
+    return tiles.flatten(2).flatten(0, 1)[: weights.outputs, : weights.columns]
+
+
+def _pack_int4(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
+    """`[tiles, groups, 320]`: of a byte `[i, output, j]` the low half is column 4 * i + j, the high half 16 more."""
+    halves = _whole_tiles(codes).view(-1, _LANES, scales.shape[1], 2, 4, _FOURS)
+    both = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).permute(0, 2, 3, 1, 4).flatten(2)
+    return torch.cat((both, _pack_halves(scales), _pack_halves(minima)), dim=2)
+
+
+def _unpack_int4(tiles: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    codes, scales, minima = torch.split(tiles.view(len(tiles), groups, -1), [256, 32, 32], dim=2)
+    both = codes.view(len(tiles), groups, 4, _LANES, _FOURS).permute(0, 3, 1, 2, 4)
+    split = torch.stack((both & 15, both >> 4), dim=3).flatten(2).flatten(0, 1)
+    return split, _unpack_halves(scales), _unpack_halves(minima)
+
+
+def _pack_int8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """`[tiles, pairs of groups, 1088]`: a byte `[i, output, j]` is column 4 * i + j."""
+    ordered = _whole_tiles(codes).view(-1, _LANES, scales.shape[1], 8, _FOURS).permute(0, 2, 3, 1, 4).flatten(2)
+    return torch.cat((_pairs(ordered), _pairs(_pack_halves(scales))), dim=2)
+
+
+def _unpack_int8(tiles: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    parts = torch.split(tiles.view(len(tiles), -1, 1088), [1024, 64], dim=2)
+    codes, scales = (part.reshape(len(tiles), -1, part.shape[2] // 2)[:, :groups] for part in parts)
+    ordered = codes.reshape(len(tiles), groups, 8, _LANES, _FOURS).permute(0, 3, 1, 2, 4)
+    return ordered.flatten(2).flatten(0, 1), _unpack_halves(scales), None
+
+
+def _pack_halves(halves: torch.Tensor) -> torch.Tensor:
+    """float16 `[outputs, groups]` as bytes `[tiles, groups, 32]`."""
+    return _whole_tiles(halves).view(-1, _LANES, halves.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
+
+
+def _unpack_halves(tiles: torch.Tensor) -> torch.Tensor:
+    return tiles.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
+
+
+def _pairs(parts: torch.Tensor) -> torch.Tensor:
+    """`[tiles, groups, bytes]` as `[tiles, pairs of groups, 2 * bytes]`."""
+    return torch.nn.functional.pad(parts, (0, 0, 0, parts.shape[1] % 2)).view(len(parts), -1, 2 * parts.shape[2])
+
+
+def _whole_tiles(rows: torch.Tensor) -> torch.Tensor:
+    missing = rows.new_zeros(-len(rows) % _LANES, *rows.shape[1:])
+    return torch.cat((rows, missing)) if len(missing) else rows

@@ -1,0 +1,79 @@
+// Weights and activations as integers in groups of 32 columns. The products of a group are exact; the groups are added
+// up one after the other, each with one fused operation for the minima and one for the products.
+#include "linear_tiles.h"
+
+namespace kvrelay {
+namespace {
+
+constexpr int64_t kVector = 4 * kLanes;  // bytes that are multiplied at once: four columns of sixteen outputs
+
+struct Int4 {
+  QuantizedRows x;
+  int64_t groups;
+  const uint8_t* weights;
+
+  template <int R>
+  inline void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const {
+    const uint8_t* codes = weights + tile * groups * 5 * kVector;
+    for (int r = 0; r < R; r++) products[r] = floats(0);
+    for (int64_t at = row * groups; at < (row + 1) * groups; at++, codes += 5 * kVector) {
+      Ints dots[R];
+      for (int r = 0; r < R; r++) dots[r] = ints(0);
+      for (int64_t i = 0; i < 4; i++) {
+        const Bytes both = load_bytes(codes + i * kVector), low = low_nibbles(both), high = high_nibbles(both);
+        for (int r = 0; r < R; r++) {
+          const int8_t* four = x.codes + (at + r * groups) * kGroup + 4 * i;
+          dots[r] = dot_nibbles(high, four + kGroup / 2, dot_nibbles(low, four, dots[r]));
+        }
+      }
+      const Floats scales = load_halves(codes + 4 * kVector), minima = load_halves(codes + 4 * kVector + 2 * kLanes);
+      for (int r = 0; r < R; r++) {
+        products[r] = multiply_add(minima, floats(x.sums[at + r * groups]), products[r]);
+        const Floats scale = times(scales, floats(x.scales[at + r * groups]));
+        products[r] = multiply_add(scale, to_floats(dots[r]), products[r]);
+      }
+    }
+  }
+};
+
+struct Int8 {
+  QuantizedRows x;
+  int64_t groups;
+  const uint8_t* weights;
+
+  template <int R>
+  inline void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const {
+    const uint8_t* pairs = weights + tile * ((groups + 1) / 2) * 17 * kVector;
+    for (int r = 0; r < R; r++) products[r] = floats(0);
+    for (int64_t group = 0; group < groups; group++) {
+      const uint8_t* pair = pairs + group / 2 * 17 * kVector;
+      const uint8_t* codes = pair + group % 2 * 8 * kVector;
+      const int64_t at = row * groups + group;
+      Ints dots[R];
+      for (int r = 0; r < R; r++) dots[r] = ints(x.offsets[at + r * groups]);
+      for (int64_t i = 0; i < 8; i++) {
+        const Bytes bytes = load_bytes(codes + i * kVector);
+        for (int r = 0; r < R; r++) {
+          dots[r] = dot(bytes, x.codes + (at + r * groups) * kGroup + 4 * i, dots[r]);
+        }
+      }
+      const Floats scales = load_halves(pair + 16 * kVector + group % 2 * 2 * kLanes);
+      for (int r = 0; r < R; r++) {
+        const Floats scale = times(scales, floats(x.scales[at + r * groups]));
+        products[r] = multiply_add(scale, to_floats(dots[r]), products[r]);
+      }
+    }
+  }
+};
+
+}  // namespace
+
+void linear_int4(QuantizedRows x, int64_t rows, int64_t columns, const uint8_t* weights, Outputs to, int64_t threads) {
+  multiply_all(Int4{x, num_groups(columns), weights}, rows, to, threads);
+}
+
+void linear_int8(QuantizedRows x, int64_t rows, int64_t columns, const uint8_t* weights, Outputs to, int64_t threads) {
+  multiply_all(Int8{x, num_groups(columns), weights}, rows, to, threads);
+}
+
+}  // namespace kvrelay

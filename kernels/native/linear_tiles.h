@@ -1,0 +1,65 @@
+// How all linear layers walk over rows and tiles. A product of one row with one tile has its own accumulators and its
+// own order of columns, so that nothing beside it changes its bits.
+#pragma once
+
+#include "lanes.h"
+#include "linear.h"
+
+namespace kvrelay {
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 8;  // rows that share each load of weights: as many as keep their accumulators in registers
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 4;
+#else
+constexpr int kMaxRows = 2;
+#endif
+constexpr int64_t kPanel = 128;  // rows whose activations stay in the second-level cache while tiles pass by
+
+inline void write(Outputs to, int64_t row, int64_t tile, Floats product) {
+  const int64_t first = tile * kLanes, left = to.outputs - first;
+  float* place = to.values + row * to.outputs + first;
+  if (left >= kLanes) {
+    if (to.bias) product = plus(product, load(to.bias + first));
+    if (to.add) product = plus(load(place), product);
+    store(place, product);
+    return;
+  }
+  float last[kLanes];
+  store(last, product);
+  for (int64_t i = 0; i < left; i++) {
+    const float value = to.bias ? last[i] + to.bias[first + i] : last[i];
+    place[i] = to.add ? place[i] + value : value;
+  }
+}
+
+// Kernel has `template <int R> void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const`: R rows at once.
+template <int R, class Kernel>
+inline void multiply_rows(const Kernel& kernel, int64_t row, int64_t tile, Outputs to) {
+  Floats products[R];
+  kernel.template multiply<R>(row, tile, products);
+  for (int i = 0; i < R; i++) write(to, row + i, tile, products[i]);
+}
+
+template <int R, class Kernel>
+inline void multiply_rest(const Kernel& kernel, int64_t row, int64_t rows, int64_t tile, Outputs to) {
+  if (rows == R) return multiply_rows<R>(kernel, row, tile, to);
+  if constexpr (R > 1) multiply_rest<R - 1>(kernel, row, rows, tile, to);
+}
+
+template <class Kernel>
+void multiply_all(const Kernel& kernel, int64_t rows, Outputs to, int64_t threads) {
+  const int64_t tiles = (to.outputs + kLanes - 1) / kLanes;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t panel = 0; panel < rows; panel += kPanel) {
+    const int64_t end = panel + kPanel < rows ? panel + kPanel : rows;
+#pragma omp for schedule(static) nowait
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      int64_t row = panel;
+      for (; row + kMaxRows <= end; row += kMaxRows) multiply_rows<kMaxRows>(kernel, row, tile, to);
+      multiply_rest<kMaxRows - 1>(kernel, row, end - row, tile, to);
+    }
+  }
+}
+
+}  // namespace kvrelay
