@@ -1,0 +1,171 @@
+// What attention works on: where a tile of keys and values lies in the cache, and how it is laid out for products.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+
+#include "attention.h"
+#include "tile.h"
+
+namespace kvrelay::vectors {
+
+constexpr int kTile = 64;           // positions that are read, weighted and summed together, whatever the block size
+constexpr int kVectorsOfTask = 96;  // query vectors of a task, unless one row has more
+constexpr int kLine = 64;           // bytes of a cache line
+
+inline int64_t rounded_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+/// Sizes of matrices in the units that products take.
+template <class Unit>
+struct Shape {
+  int head_dim, num_units, query_stride, columns, group, max_vectors;
+
+  explicit Shape(const Attention& call)
+      : head_dim(call.head_dim),
+        num_units((call.head_dim + Unit::kWidth - 1) / Unit::kWidth),
+        query_stride(num_units * Unit::kWidth),
+        columns(int(rounded_up(call.head_dim, kLanes))),
+        group(call.num_heads / call.num_kv_heads),
+        max_vectors(std::max(kVectorsOfTask, call.num_heads)) {}
+};
+
+/// What a thread works in.
+template <class Unit>
+struct Scratch {
+  using Element = typename Unit::Element;
+  std::unique_ptr<char[]> memory;
+  float *keys, *values, *scores, *output, *sums, *largest;
+  Element *query, *weights;
+
+  explicit Scratch(const Shape<Unit>& shape) {
+    const int64_t units = rounded_up(shape.num_units, kLanes), vectors = shape.max_vectors;
+    const int64_t num_floats =
+        units * kTile + kTile * shape.columns + kMaxRows * kTile + vectors * (shape.columns + kLanes + 1);
+    const int64_t num_elements = vectors * shape.query_stride + kMaxRows * kTile;
+    memory.reset(new char[size_t(kLine + num_floats * 4 + num_elements * int64_t(sizeof(Element)))]);
+    keys = reinterpret_cast<float*>((uintptr_t(memory.get()) + kLine - 1) / kLine * kLine);
+    values = keys + units * kTile;
+    scores = values + kTile * shape.columns;
+    output = scores + kMaxRows * kTile;
+    sums = output + vectors * shape.columns;
+    largest = sums + vectors * kLanes;
+    query = reinterpret_cast<Element*>(largest + vectors);
+    weights = query + vectors * shape.query_stride;
+  }
+};
+
+/// The keys of a tile's positions under one head, and how far behind each its values are. Positions that do not exist
+/// repeat the last one: what is read there counts with weight 0.
+template <class KV>
+struct Rows {
+  const KV* keys[kTile];
+  int64_t to_values;
+  int num_lines;  // of one head of one token
+
+  const KV* values(int position) const { return keys[position] + to_values; }
+  static inline KVRELAY_INLINE void fetch_row(const KV* row, int num_lines) {
+    for (int line = 0; line < num_lines; ++line)
+      __builtin_prefetch(reinterpret_cast<const char*>(row) + line * kLine, 0, 2);
+  }
+  /// Asks for keys (0 to kTile - 1) and values (kTile and on) to be brought into the second level cache.
+  inline KVRELAY_INLINE void fetch(int row) const {
+    fetch_row(row < kTile ? keys[row] : values(row - kTile), num_lines);
+  }
+};
+
+/// kLanes units of a row of `num` elements from `first` on, zeros behind its end. `Whole` says that there is none.
+template <class Unit, bool Whole, class KV>
+inline KVRELAY_INLINE Floats load_units(const KV* row, int first, int num) {
+  constexpr int width = kLanes * Unit::kWidth;
+  KV part[Whole ? 1 : width];
+  if (!Whole && first + width > num) {
+    std::memset(part, 0, sizeof part);
+    std::memcpy(part, row + first, size_t(std::max(num - first, 0)) * sizeof(KV));
+    row = part;
+    first = 0;
+  }
+  if constexpr (Unit::kWidth == 1) {
+    return load(row + first);
+  } else {
+    Floats pairs;
+    std::memcpy(&pairs, row + first, sizeof pairs);
+    return pairs;
+  }
+}
+
+/// Keys `[position][head_dim]` to `[unit][kTile]`. The first half of the next tile's keys is fetched meanwhile.
+template <class Unit, bool Whole, class KV>
+void pack_keys(const Shape<Unit>& shape, const Rows<KV>& rows, int count, const Rows<KV>& next, float* packed) {
+  for (int position = 0; position < count; position += kLanes)
+    for (int unit = 0; unit < shape.num_units; unit += kLanes) {
+      if (unit == 0)
+        for (int row = 0; row < kLanes / 2; ++row) next.fetch(position / 2 + row);
+      Floats square[kLanes];
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane)
+        square[lane] = load_units<Unit, Whole>(rows.keys[position + lane], unit * Unit::kWidth, shape.head_dim);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kLanes; ++lane) store(packed + (unit + lane) * kTile + position, square[lane]);
+    }
+}
+
+/// Values as they lie in the cache, on the right of a product: units of positions by columns.
+template <class Unit, bool Whole, class KV>
+struct Unpacked {
+  const Shape<Unit>& shape;
+  const Rows<KV>& rows;
+
+  template <int kVectors>
+  inline KVRELAY_INLINE void load_columns(int unit, int column, Floats (&columns)[kVectors]) const {
+    if constexpr (Unit::kWidth == 1) {
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kVectors; ++vector)
+        columns[vector] = load_units<Unit, Whole>(rows.values(unit), column + vector * kLanes, shape.head_dim);
+    } else {
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 4
+      for (int vector = 0; vector < kVectors; vector += 2) {
+        const int first = column + vector * kLanes;
+        const Floats even = load_units<Unit, Whole>(rows.values(2 * unit), first, shape.head_dim);
+        const Floats odd = load_units<Unit, Whole>(rows.values(2 * unit + 1), first, shape.head_dim);
+        columns[vector] = interleave_low(even, odd);
+        if (vector + 1 < kVectors) columns[vector + 1] = interleave_high(even, odd);
+      }
+#endif
+    }
+  }
+};
+
+/// Values to `[unit][columns]`.
+template <class Unit, bool Whole, class KV>
+void pack_values(const Shape<Unit>& shape, const Unpacked<Unit, Whole, KV>& values, int num_units, float* packed) {
+  for (int unit = 0; unit < num_units; ++unit, packed += shape.columns)
+    for (int column = 0; column < shape.columns; column += 2 * kLanes) {
+      Floats columns[2];
+      values.load_columns(unit, column, columns);
+      store(packed + column, columns[0]);
+      if (column + kLanes < shape.columns) store(packed + column + kLanes, columns[1]);
+    }
+}
+
+template <class From>
+void load_query(const From* from, int num, bool rounded, float* to) {
+  for (int i = 0; i < num; ++i) {
+    BFloat16 narrowed;
+    narrow(widen(from[i]), &narrowed);
+    to[i] = rounded ? widen(narrowed) : widen(from[i]);
+  }
+}
+
+template <class From>
+void load_query(const From* from, int num, bool, BFloat16* to) {
+  if constexpr (std::is_same_v<From, BFloat16>)
+    std::memcpy(to, from, size_t(num) * 2);
+  else
+    for (int i = 0; i < num; ++i) narrow(from[i], to + i);
+  if (num % 2) to[num].bits = 0;
+}
+
+}  // namespace kvrelay::vectors
