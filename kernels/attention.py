@@ -63,43 +63,46 @@ class PagedRows:
         return int(self.row_offsets[-1])
 
 
-def attend(
-    native: NativeLibrary, query: torch.Tensor, kv: torch.Tensor, rows: PagedRows, dtype: torch.dtype, num_threads: int
-) -> torch.Tensor:
-    """Causal attention of query `[N, num_heads, head_dim]`, float32 or bfloat16, to `[N, num_heads, head_dim]`.
+class AttentionKernel:
+    """The native kernel on `num_threads` threads."""
 
-    kv is one layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, float32 or bfloat16; with the latter queries
-    and weights are rounded to bfloat16 as well. The result is float32 or bfloat16, as `dtype` says. Nothing behind a
-    sequence's last position is read.
+    def __init__(self, native: NativeLibrary, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._attend = native.function("kvrelay_attend", "pppiiiiiiippppii")
 
-    Raises ValueError if shapes or types are others.
-    """
-    check_attention(query, kv, rows, dtype)
-    output = torch.empty(query.shape, dtype=dtype)
-    _, _, num_kv_heads, block_size, head_dim = kv.shape
-    native.function("kvrelay_attend", "pppiiiiiiippppii")(
-        query.data_ptr(),
-        kv.data_ptr(),
-        output.data_ptr(),
-        TYPES[query.dtype],
-        TYPES[kv.dtype],
-        TYPES[dtype],
-        query.shape[1],
-        num_kv_heads,
-        head_dim,
-        block_size,
-        rows.row_offsets.data_ptr(),
-        rows.starts.data_ptr(),
-        rows.table_offsets.data_ptr(),
-        rows.block_ids.data_ptr(),
-        len(rows.starts),
-        num_threads,
-    )
-    return output
+    def __call__(self, query: torch.Tensor, kv: torch.Tensor, rows: PagedRows, dtype: torch.dtype) -> torch.Tensor:
+        """Causal attention of query `[N, num_heads, head_dim]`, float32 or bfloat16, to the same shape in `dtype`.
+
+        kv is one layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, float32 or bfloat16; with the latter
+        queries and weights are rounded to bfloat16 as well. `dtype` is float32 or bfloat16. Nothing behind a
+        sequence's last position is read.
+
+        Raises ValueError if shapes or types are others.
+        """
+        check_attention(query, kv, rows, dtype)
+        output = torch.empty(query.shape, dtype=dtype)
+        _, _, num_kv_heads, block_size, head_dim = kv.shape
+        self._attend(
+            query.data_ptr(),
+            kv.data_ptr(),
+            output.data_ptr(),
+            *(TYPES[each] for each in (query.dtype, kv.dtype, dtype)),
+            query.shape[1],
+            num_kv_heads,
+            head_dim,
+            block_size,
+            rows.row_offsets.data_ptr(),
+            rows.starts.data_ptr(),
+            rows.table_offsets.data_ptr(),
+            rows.block_ids.data_ptr(),
+            len(rows.starts),
+            self.num_threads,
+        )
+        return output
 
 
 def attend_plain(query: torch.Tensor, kv: torch.Tensor, rows: PagedRows, dtype: torch.dtype) -> torch.Tensor:
-    """The twin of `attend` in plain torch, in float64 but for what is rounded to bfloat16."""
+    """The twin of `AttentionKernel` in plain torch, in float64 but for what is rounded to bfloat16."""
     check_attention(query, kv, rows, dtype)
     outputs = [torch.empty(0, *query.shape[1:], dtype=torch.float64)]
     for index, start in enumerate(rows.starts.tolist()):

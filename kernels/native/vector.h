@@ -49,6 +49,14 @@ inline Floats load(const BFloat16* from) {
   return (Floats)(__builtin_convertvector(bits, Ints) << 16);
 }
 
+/// The first `num` lanes, zeros behind them.
+template <class From>
+inline Floats load_part(const From* from, int num) {
+  From part[kLanes] = {};
+  std::memcpy(part, from, size_t(num) * sizeof(From));
+  return load(part);
+}
+
 inline float widen(float value) { return value; }
 
 inline float widen(BFloat16 value) {
@@ -118,6 +126,14 @@ inline Floats interleave_high(Floats even, Floats odd) {
   return (Floats)_mm512_permutex2var_epi16((__m512i)even, order, (__m512i)odd);
 }
 #endif
+
+/// The first `num` lanes only.
+template <class To>
+inline void store_part(To* to, Floats value, int num) {
+  To part[kLanes];
+  store(part, value);
+  std::memcpy(to, part, size_t(num) * sizeof(To));
+}
 
 inline void narrow(float value, float* to) { *to = value; }
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kvrelay.kernels.attention import PagedRows, attend, attend_plain
+from kvrelay.kernels.attention import AttentionKernel, PagedRows, attend_plain
 from kvrelay.kernels.native_library import NativeLibrary
 
 # num_heads, num_kv_heads, head_dim, block_size: the bundled model; odd everything; no sharing; a group wider than a
@@ -54,7 +54,7 @@ class Case:
         self, native: NativeLibrary, spans: dict[int, tuple[int, int]], num_threads: int = 1
     ) -> list[torch.Tensor]:
         """The result of each sequence."""
-        result = attend(native, self.query(spans), self.cache, self.rows(spans), torch.float32, num_threads)
+        result = AttentionKernel(native, num_threads)(self.query(spans), self.cache, self.rows(spans), torch.float32)
         return list(torch.split(result, [stop - start for start, stop in spans.values()]))
 
 
@@ -78,7 +78,7 @@ def test_attention_is_that_of_the_twin(
     spans = dict(enumerate(SPANS))
     for query_type, result_type in itertools.product(DTYPES, DTYPES):
         query, rows = case.query(spans, query_type), case.rows(spans)
-        result = attend(native, query, case.cache, rows, result_type, num_threads=1)
+        result = AttentionKernel(native, 1)(query, case.cache, rows, result_type)
         expected = attend_plain(query, case.cache.nan_to_num(), rows, torch.float32)
         assert result.dtype == result_type
         torch.testing.assert_close(result.float(), expected, rtol=0, atol=tolerance(dtype, result_type))
@@ -151,7 +151,7 @@ def test_no_rows_are_no_result(native: NativeLibrary) -> None:
     """An empty call is not an error."""
     case = Case([(0, 1)], SHAPES[0], torch.float32)
     rows = PagedRows.build([], [], case.block_size, len(case.cache))
-    assert attend(native, torch.empty(0, 9, 64), case.cache, rows, torch.float32, 1).shape == (0, 9, 64)
+    assert AttentionKernel(native, 1)(torch.empty(0, 9, 64), case.cache, rows, torch.float32).shape == (0, 9, 64)
 
 
 @pytest.mark.parametrize(
@@ -177,4 +177,4 @@ def test_other_tensors_are_refused(native: NativeLibrary, query: torch.Tensor) -
     """By a sentence that says what was expected."""
     case = Case([(0, 1)], SHAPES[0], torch.float32)
     with pytest.raises(ValueError, match="expected \\[N, num_heads"):
-        attend(native, query, case.cache, case.rows({0: (0, 1)}), torch.float32, 1)
+        AttentionKernel(native, 1)(query, case.cache, case.rows({0: (0, 1)}), torch.float32)
