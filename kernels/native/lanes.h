@@ -1,6 +1,6 @@
 // Sixteen numbers at a time, whatever the instruction set: the only place that knows intrinsics. All arithmetic on
-// integers is exact. That on floats gives the same bits on all levels that have fused multiply-add; `portable` on
-// x86-64 has none, and rounds products.
+// integers is exact. That on floats gives the same bits on all levels but `portable`, which has no fused
+// multiply-add and rounds products.
 #pragma once
 
 #include <cstdint>
@@ -191,117 +191,125 @@ inline Floats dot_bf16(Bytes w, const uint16_t* x, Floats c) {
 
 #else
 
+// Vectors of the compiler, of the width that every 64-bit processor has.
+typedef float Float4 __attribute__((vector_size(16)));
+typedef int32_t Int4x32 __attribute__((vector_size(16)));
+typedef uint32_t Uint4x32 __attribute__((vector_size(16)));
+typedef int16_t Int8x16 __attribute__((vector_size(16)));
+
 struct Floats {
-  float v[kLanes];
+  Float4 v[4];
 };
 struct Ints {
-  int32_t v[kLanes];
+  Int4x32 v[4];
 };
 struct Bytes {  // four unsigned bytes for each of the sixteen lanes
-  uint8_t v[4 * kLanes];
+  Uint4x32 v[4];
 };
 
 template <class To, class Make>
 inline To each(Make make) {
-  To made;
-  for (int64_t i = 0; i < kLanes; i++) made.v[i] = make(i);
+  return {{make(0), make(1), make(2), make(3)}};
+}
+template <class Vectors>
+inline Vectors loaded(const void* x) {
+  Vectors made;
+  std::memcpy(&made, x, sizeof made);
   return made;
 }
 inline Floats floats(float x) {
-  return each<Floats>([&](int64_t) { return x; });
+  return each<Floats>([&](int) { return Float4{x, x, x, x}; });
 }
-inline Floats load(const float* x) {
-  return each<Floats>([&](int64_t i) { return x[i]; });
-}
-inline void store(float* to, Floats x) { std::memcpy(to, x.v, sizeof x.v); }
+inline Floats load(const float* x) { return loaded<Floats>(x); }
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 inline Floats load_halves(const uint8_t* x) {
+  float made[kLanes];
   uint16_t halves[kLanes];
   std::memcpy(halves, x, sizeof halves);
-  return each<Floats>([&](int64_t i) { return half_to_float(halves[i]); });
+  for (int64_t i = 0; i < kLanes; i++) made[i] = half_to_float(halves[i]);
+  return load(made);
 }
 inline Floats plus(Floats a, Floats b) {
-  return each<Floats>([&](int64_t i) { return a.v[i] + b.v[i]; });
+  return each<Floats>([&](int i) { return a.v[i] + b.v[i]; });
 }
 inline Floats times(Floats a, Floats b) {
-  return each<Floats>([&](int64_t i) { return a.v[i] * b.v[i]; });
+  return each<Floats>([&](int i) { return a.v[i] * b.v[i]; });
 }
-inline Floats multiply_add(Floats a, Floats b, Floats c) {
-  return each<Floats>([&](int64_t i) {
-#if defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
-#else
-    return a.v[i] * b.v[i] + c.v[i];
-#endif
-  });
-}
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return plus(times(a, b), c); }
 inline Floats larger_magnitude(Floats a, Floats b) {
-  return each<Floats>([&](int64_t i) {
-    const float x = __builtin_fabsf(a.v[i]), y = __builtin_fabsf(b.v[i]);
-    return x > y ? x : y;
+  return each<Floats>([&](int i) {
+    const Int4x32 x = (Int4x32)a.v[i] & INT32_MAX, y = (Int4x32)b.v[i] & INT32_MAX;  // in the order of magnitudes
+    return (Float4)(x > y ? x : y);
   });
 }
 inline float largest(Floats a) {
-  float found = a.v[0];
-  for (float one : a.v) found = one > found ? one : found;
-  return found;
+  float all[kLanes];
+  store(all, a);
+  for (float one : all) all[0] = one > all[0] ? one : all[0];
+  return all[0];
 }
 inline Ints ints(int32_t x) {
-  return each<Ints>([&](int64_t) { return x; });
+  return each<Ints>([&](int) { return Int4x32{x, x, x, x}; });
 }
 inline Ints plus(Ints a, Ints b) {
-  return each<Ints>([&](int64_t i) { return a.v[i] + b.v[i]; });
+  return each<Ints>([&](int i) { return a.v[i] + b.v[i]; });
 }
 inline int32_t sum(Ints a) {
-  int32_t total = 0;
-  for (int32_t one : a.v) total += one;
-  return total;
+  const Int4x32 four = a.v[0] + a.v[1] + a.v[2] + a.v[3];
+  return four[0] + four[1] + four[2] + four[3];
 }
 inline Floats to_floats(Ints a) {
-  return each<Floats>([&](int64_t i) { return static_cast<float>(a.v[i]); });
+  return each<Floats>([&](int i) { return __builtin_convertvector(a.v[i], Float4); });
 }
 inline Ints round_to_ints(Floats a) {  // magnitudes below 2^22: to the sum with 1.5 * 2^23 ties are rounded to even
-  return each<Ints>([&](int64_t i) { return static_cast<int32_t>(a.v[i] + 0x1.8p23f - 0x1.8p23f); });
+  return each<Ints>([&](int i) { return __builtin_convertvector(a.v[i] + 0x1.8p23f - 0x1.8p23f, Int4x32); });
 }
 inline void store_as_bytes(int8_t* to, Ints a) {
-  for (int64_t i = 0; i < kLanes; i++) to[i] = static_cast<int8_t>(a.v[i]);
+  for (int64_t i = 0; i < kLanes; i++) to[i] = static_cast<int8_t>(a.v[i / 4][i % 4]);
 }
-inline Bytes load_bytes(const void* x) {
-  Bytes loaded;
-  std::memcpy(loaded.v, x, sizeof loaded.v);
-  return loaded;
-}
+inline Bytes load_bytes(const void* x) { return loaded<Bytes>(x); }
 inline Bytes low_nibbles(Bytes a) {
-  for (uint8_t& byte : a.v) byte &= 15;
-  return a;
+  return each<Bytes>([&](int i) { return a.v[i] & 0x0f0f0f0fu; });
 }
 inline Bytes high_nibbles(Bytes a) {
-  for (uint8_t& byte : a.v) byte >>= 4;
-  return a;
+  return each<Bytes>([&](int i) { return a.v[i] >> 4 & 0x0f0f0f0fu; });
 }
+
+// The products of the even and of the odd bytes in 16 bits, into which all of them fit.
+struct Products {
+  Int8x16 even, odd;
+};
+inline Products products_of(Uint4x32 w, const int8_t* x) {
+  const Int8x16 even = {x[0], x[2], x[0], x[2], x[0], x[2], x[0], x[2]};
+  const Int8x16 odd = {x[1], x[3], x[1], x[3], x[1], x[3], x[1], x[3]};
+  return {(Int8x16)(w & 0x00ff00ffu) * even, (Int8x16)(w >> 8 & 0x00ff00ffu) * odd};
+}
+inline Int4x32 pair_sums(Int8x16 a) { return ((Int4x32)((Uint4x32)a << 16) >> 16) + ((Int4x32)a >> 16); }
 
 // c + the dot products of each lane's four bytes with the four at x.
 inline Ints dot(Bytes w, const int8_t* x, Ints c) {
-  for (int64_t i = 0; i < kLanes; i++)
-    for (int64_t j = 0; j < 4; j++) c.v[i] += w.v[4 * i + j] * x[j];
-  return c;
+  return each<Ints>([&](int i) {
+    const Products both = products_of(w.v[i], x);
+    return c.v[i] + pair_sums(both.even) + pair_sums(both.odd);
+  });
 }
-inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) { return dot(w, x, c); }
+
+// The same for bytes below 16, of which two products fit into 16 bits.
+inline Ints dot_nibbles(Bytes w, const int8_t* x, Ints c) {
+  return each<Ints>([&](int i) {
+    const Products both = products_of(w.v[i], x);
+    return c.v[i] + pair_sums(both.even + both.odd);
+  });
+}
 
 // c + the sum of each lane's two bfloat16 times the two at x.
 inline Floats dot_bf16(Bytes w, const uint16_t* x, Floats c) {
-  uint32_t words[kLanes];
-  std::memcpy(words, w.v, sizeof words);
-  const auto one = [&](int shift, Floats sum) {
-    const auto value = [&](uint32_t word) {
-      const uint32_t bits = word << shift & 0xffff0000u;
-      float made;
-      std::memcpy(&made, &bits, 4);
-      return made;
-    };
-    const float factor = value(static_cast<uint32_t>(word_at(x)));
-    return multiply_add(each<Floats>([&](int64_t i) { return value(words[i]); }), floats(factor), sum);
-  };
-  return one(0, one(16, c));
+  const uint32_t bits = static_cast<uint32_t>(word_at(x));
+  const Uint4x32 both = {bits, bits, bits, bits};
+  const Float4 even = (Float4)(both << 16), odd = (Float4)(both & 0xffff0000u);
+  return each<Floats>([&](int i) {
+    return (Float4)(w.v[i] & 0xffff0000u) * odd + ((Float4)(w.v[i] << 16) * even + c.v[i]);
+  });
 }
 
 #endif

@@ -8,6 +8,7 @@ struct Bf16 {
   const uint16_t* x;
   int64_t pairs;
   const uint16_t* weights;
+  int64_t tile_bytes() const { return pairs * 4 * kLanes; }
 
   template <int R>
   inline void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const {
@@ -24,6 +25,7 @@ struct Fp32 {
   const float* x;
   int64_t columns;
   const float* weights;
+  int64_t tile_bytes() const { return columns * 4 * kLanes; }
 
   template <int R>
   inline void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const {

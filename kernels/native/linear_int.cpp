@@ -11,10 +11,11 @@ struct Int4 {
   QuantizedRows x;
   int64_t groups;
   const uint8_t* weights;
+  int64_t tile_bytes() const { return groups * 5 * kVector; }
 
   template <int R>
   inline void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const {
-    const uint8_t* codes = weights + tile * groups * 5 * kVector;
+    const uint8_t* codes = weights + tile * tile_bytes();
     for (int r = 0; r < R; r++) products[r] = floats(0);
     for (int64_t at = row * groups; at < (row + 1) * groups; at++, codes += 5 * kVector) {
       Ints dots[R];
@@ -40,10 +41,11 @@ struct Int8 {
   QuantizedRows x;
   int64_t groups;
   const uint8_t* weights;
+  int64_t tile_bytes() const { return (groups + 1) / 2 * 17 * kVector; }
 
   template <int R>
   inline void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const {
-    const uint8_t* pairs = weights + tile * ((groups + 1) / 2) * 17 * kVector;
+    const uint8_t* pairs = weights + tile * tile_bytes();
     for (int r = 0; r < R; r++) products[r] = floats(0);
     for (int64_t group = 0; group < groups; group++) {
       const uint8_t* pair = pairs + group / 2 * 17 * kVector;

@@ -33,7 +33,8 @@ inline void write(Outputs to, int64_t row, int64_t tile, Floats product) {
   }
 }
 
-// Kernel has `template <int R> void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const`: R rows at once.
+// Kernel has `weights`, `int64_t tile_bytes() const` and, for R rows at once,
+// `template <int R> void multiply(int64_t row, int64_t tile, Floats (&products)[R]) const`.
 template <int R, class Kernel>
 inline void multiply_rows(const Kernel& kernel, int64_t row, int64_t tile, Outputs to) {
   Floats products[R];
@@ -47,16 +48,29 @@ inline void multiply_rest(const Kernel& kernel, int64_t row, int64_t rows, int64
   if constexpr (R > 1) multiply_rest<R - 1>(kernel, row, rows, tile, to);
 }
 
+// While several blocks of rows pass by one tile, each has a part of the next tile fetched into the second-level cache.
+// A single block reads its weights as fast as memory gives them, and would only be disturbed.
+template <class Kernel>
+inline void fetch_next(const Kernel& kernel, int64_t tile, int64_t block, int64_t blocks) {
+  if (blocks < 2) return;
+  const int64_t bytes = kernel.tile_bytes(), part = (bytes / 64 + blocks) / blocks * 64;
+  const char* next = reinterpret_cast<const char*>(kernel.weights) + (tile + 1) * bytes + block * part;
+  for (int64_t i = 0; i < part; i += 64) __builtin_prefetch(next + i, 0, 2);
+}
+
 template <class Kernel>
 void multiply_all(const Kernel& kernel, int64_t rows, Outputs to, int64_t threads) {
   const int64_t tiles = (to.outputs + kLanes - 1) / kLanes;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   for (int64_t panel = 0; panel < rows; panel += kPanel) {
-    const int64_t end = panel + kPanel < rows ? panel + kPanel : rows;
+    const int64_t end = panel + kPanel < rows ? panel + kPanel : rows, blocks = (end - panel) / kMaxRows;
 #pragma omp for schedule(static) nowait
     for (int64_t tile = 0; tile < tiles; tile++) {
       int64_t row = panel;
-      for (; row + kMaxRows <= end; row += kMaxRows) multiply_rows<kMaxRows>(kernel, row, tile, to);
+      for (int64_t block = 0; block < blocks; block++, row += kMaxRows) {
+        fetch_next(kernel, tile, block, blocks);
+        multiply_rows<kMaxRows>(kernel, row, tile, to);
+      }
       multiply_rest<kMaxRows - 1>(kernel, row, end - row, tile, to);
     }
   }
