@@ -13,6 +13,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 ARGS ?=
 # Scripts that start other systems to compare with: see bench/peers.py.
 PEERS_DIR ?= ../shared/peers
+# Two processes share the tests, by files, in the order in which they are collected; ARGS='-n 0' keeps them in one.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every variable on make's command line is an option, NAME=value as KVRELAY_NAME, so that none has to be listed here.
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command line,$(origin $(name))),$(name)))
@@ -34,7 +36,7 @@ up: $(VENV)/.installed
 venv: $(VENV)/.installed-dev
 
 test: venv
-	$(BIN)/pytest -m "not soak" $(ARGS)
+	$(BIN)/pytest -m "not soak" $(SHARED) $(ARGS)
 
 check: venv
 	$(BIN)/ruff check .

@@ -8,6 +8,13 @@ import pytest
 # Before torch is imported: threads that spin while they wait keep the processes that tests start from the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+SLOW_FOLDERS = ("e2e", "model")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow ones first, so that processes that share the tests end at nearly the same time."""
+    items.sort(key=lambda item: item.path.relative_to(Path(__file__).parent).parts[0] not in SLOW_FOLDERS)
+
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:

@@ -17,6 +17,7 @@ from kvrelay.client import GatewayError, connect
 from kvrelay.config import ChatSettings
 
 TIMEOUT_S = 60
+POLL_S = 0.01  # in which the server notices that it shall end
 
 
 class Server(ThreadingHTTPServer):
@@ -71,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[Server]:
     """A running server."""
     server = Server()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[POLL_S])
     thread.start()
     yield server
     server.shutdown()

@@ -21,6 +21,7 @@ from kvrelay.types import KVLayout, Role
 FINGERPRINT = "f" * 64
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 IDLE = WorkerLoad()
+POLL_S = 0.01  # in which the server notices that it shall end
 
 
 def ledger(leased: int) -> Ledger:
@@ -188,7 +189,7 @@ def serving(body: str, status: int) -> Iterator[str]:
             return
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[POLL_S])
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

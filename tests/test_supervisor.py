@@ -179,7 +179,10 @@ def test_stop_tells_the_first_child_before_the_others(nursery: Callable[..., Nur
     assert told["a"] < min(told["b"], told["c"])
 
 
-def test_stop_also_ends_what_a_stubborn_child_started(nursery: Callable[..., Nursery]) -> None:
+def test_stop_also_ends_what_a_stubborn_child_started(
+    nursery: Callable[..., Nursery], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.supervisor.TERMINATE_S", 0.3)
     grandchild = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {HELLO!r}]); {STUBBORN}"
     home = nursery(a=grandchild)
     home.until(lambda: len(home.pids("a")) == 2)

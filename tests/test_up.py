@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay import restart
 from kvrelay.children import ChildSpec
 from kvrelay.client import connect
 from kvrelay.config import DecodeSettings, GatewaySettings, PrefillSettings, Settings, UpSettings
@@ -231,8 +232,9 @@ def test_a_child_that_never_comes_up_ends_it_after_three_tries() -> None:
     assert sum("started again" in line for line in up.said) == 2
 
 
-def test_a_child_that_came_up_once_is_started_again_for_ever(tmp_path: Path) -> None:
+def test_a_child_that_came_up_once_is_started_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway stands for any child: it was up and is killed more often than a child that never was may end."""
+    monkeypatch.setattr(restart, "LONGEST_DELAY_S", restart.FIRST_DELAY_S)
     up = Up(gateway=GATEWAY.replace("Handler.asked > 3", "False").replace("serve_forever()", "handle_request()"))
     up.run(lambda _: sum("gateway ended" in line for line in up.said) > 3)
     assert sum("gateway ended" in line for line in up.said) > 3

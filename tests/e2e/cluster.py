@@ -1,14 +1,16 @@
 """Real clusters for tests: `kvrelay up` as a user starts it, on free ports, ended with everything it started."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,11 +64,12 @@ class Cluster:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port that nobody listens at now, and none that the kernel may give to somebody else meanwhile."""
+    while True:
+        port = 10000 + secrets.randbelow(20000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def wait_for(what: str, check: Callable[[], T], timeout_s: float = 30.0) -> T:
@@ -85,7 +88,8 @@ def running(folder: Path, model: Path | str, **options: object) -> Iterator[Clus
     port = free_port()
     num_workers = sum(int(str(options.get(role, default))) for role, default in DEFAULT_POOLS.items())
     name = f"cluster-{port}"
-    process = _start(folder, name, {"command": "up", "model": model, "port": port, **options})
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    process = _start(folder, name, {"command": "up", "model": model, "port": port, "listen": listen, **options})
     cluster = Cluster(f"http://127.0.0.1:{port}", process, folder / f"{name}.log")
     try:
         wait_for(f"a ready cluster, see {cluster.log}", lambda: _ready(cluster, num_workers), READY_S)
@@ -102,21 +106,47 @@ def joined(
 
     `shared` are options of all of them. Logs lie in `folder`.
     """
-    port, meeting = free_port(), f"tcp://127.0.0.1:{free_port()}"
-    every = {"model": model, "cache_dir": folder / "cache"}
-    gateway = _start(folder, "gateway", {**every, "command": "gateway", "port": port, "listen": meeting})
-    processes = [gateway]
-    cluster = Cluster(f"http://127.0.0.1:{port}", gateway, folder / "gateway.log")
+    given = {"model": model, "cache_dir": folder / "cache"}
+    with overlapping(folder, {"gateway": workers}, workers, given, **shared) as clusters:
+        yield clusters["gateway"]
+
+
+@contextmanager
+def overlapping(
+    folder: Path,
+    members: Mapping[str, Collection[str]],
+    workers: Mapping[str, Mapping[str, object]],
+    every: Mapping[str, object],
+    **shared: object,
+) -> Iterator[dict[str, Cluster]]:
+    """Gateways by name, each joined by its `members`; a worker may be one of several. See `joined`.
+
+    `every` are options of gateways too.
+    """
+    addresses = {name: f"tcp://127.0.0.1:{free_port()}" for name in members}
+    clusters: dict[str, Cluster] = {}
+    processes: list[subprocess.Popen[bytes]] = []
     try:
+        for name, listen in addresses.items():
+            port = free_port()
+            process = _start(folder, name, {**every, "command": "gateway", "port": port, "listen": listen})
+            processes.append(process)
+            clusters[name] = Cluster(f"http://127.0.0.1:{port}", process, folder / f"{name}.log")
         for name, options in workers.items():
-            processes.append(_start(folder, name, {**every, **shared, "gateways": meeting, "name": name, **options}))
-        wait_for(f"all workers, see {folder}", lambda: cluster.num_known() == len(workers), READY_S)
-        yield cluster
+            gateways = ",".join(addresses[cluster] for cluster in members if name in members[cluster])
+            processes.append(_start(folder, name, {**every, **shared, "gateways": gateways, "name": name, **options}))
+        for name, cluster in clusters.items():
+            wait_for(f"all workers, see {folder}", partial(_all_known, cluster, len(members[name])), READY_S)
+        yield clusters
     finally:
         for process in processes:
             process.terminate()
         codes = [process.wait(15) for process in processes]
     assert codes == [0] * len(processes)
+
+
+def _all_known(cluster: Cluster, count: int) -> bool:
+    return cluster.num_known() == count
 
 
 def _start(folder: Path, name: str, options: Mapping[str, object]) -> "subprocess.Popen[bytes]":

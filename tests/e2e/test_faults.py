@@ -31,6 +31,14 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         yield up
 
 
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One worker of each role. The last test that uses it ends it."""
+    folder = tmp_path_factory.mktemp("pair")
+    with running(folder, model, cache_dir=folder / "cache", prefill=1, decode=1) as up:
+        yield up
+
+
 def blow(cluster: Cluster, storm: Storm) -> Outcome:
     return asyncio.run(storm.blow(cluster.url))
 
@@ -69,28 +77,26 @@ def _replaced(cluster: Cluster, victim: dict[str, object]) -> bool:
     return len(named) == 1 and named[0]["pid"] != victim["pid"]
 
 
-def test_ctrl_c_ends_everything_with_streams_open(model: Path, tmp_path: Path) -> None:
-    with running(tmp_path, model, cache_dir=tmp_path / "cache", prefill=1, decode=1) as up:
-        processes = psutil.Process(up.process.pid).children(recursive=True)
-        body = {"prompt": [1, 2, 3], "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{up.url}/v1/completions", json=body, timeout=60) as response:
-            lines = response.iter_lines()
-            assert next(lines).startswith("data: ")
-            up.process.send_signal(signal.SIGINT)
-            rest = [line for line in lines if line]
-        up.process.wait(END_S)
-        assert "error" in rest[-1]
-        assert "[DONE]" not in rest[-1]
-        assert [process for process in processes if process.is_running()] == []
+def test_without_workers_requests_are_refused_and_a_late_worker_is_welcome(pair: Cluster) -> None:
+    victim = pair.workers("decode")[0]
+    os.kill(victim["pid"], signal.SIGKILL)
+    wait_for("the loss to be known", lambda: httpx.get(f"{pair.url}/ready").status_code == 503)
+    answer = httpx.post(f"{pair.url}/v1/completions", json={"prompt": [1], "max_tokens": 2}, timeout=30)
+    assert answer.status_code in (200, 503)  # 200 if the new worker was faster
+    wait_for("the worker to be back", lambda: httpx.get(f"{pair.url}/ready").status_code == 200, 60)
+    answer = httpx.post(f"{pair.url}/v1/completions", json={"prompt": [1], "max_tokens": 2}, timeout=30)
+    assert answer.status_code == 200
 
 
-def test_without_workers_requests_are_refused_and_a_late_worker_is_welcome(model: Path, tmp_path: Path) -> None:
-    with running(tmp_path, model, cache_dir=tmp_path / "cache", prefill=1, decode=1) as up:
-        victim = up.workers("decode")[0]
-        os.kill(victim["pid"], signal.SIGKILL)
-        wait_for("the loss to be known", lambda: httpx.get(f"{up.url}/ready").status_code == 503)
-        answer = httpx.post(f"{up.url}/v1/completions", json={"prompt": [1], "max_tokens": 2}, timeout=30)
-        assert answer.status_code in (200, 503)  # 200 if the new worker was faster
-        wait_for("the worker to be back", lambda: httpx.get(f"{up.url}/ready").status_code == 200, 60)
-        answer = httpx.post(f"{up.url}/v1/completions", json={"prompt": [1], "max_tokens": 2}, timeout=30)
-        assert answer.status_code == 200
+def test_ctrl_c_ends_everything_with_streams_open(pair: Cluster) -> None:
+    processes = psutil.Process(pair.process.pid).children(recursive=True)
+    body = {"prompt": [1, 2, 3], "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        pair.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+    pair.process.wait(END_S)
+    assert "error" in rest[-1]
+    assert "[DONE]" not in rest[-1]
+    assert [process for process in processes if process.is_running()] == []

@@ -57,6 +57,30 @@ def new_prompt(seed: int, length: int) -> list[int]:
     return [draw.randrange(VOCAB - 4) for _ in range(length)]
 
 
+def alike() -> list[dict[str, Any]]:
+    """Requests whose prompts begin like others."""
+    stems = prompts(3, seed=8, vocab_size=VOCAB - 4, longest=500)
+    return [
+        {"prompt": [*stems[seed % 3][: 40 * (seed % 13)], *new_prompt(seed, 1 + seed % 40)], "max_tokens": NUM_TOKENS}
+        for seed in range(60)
+    ]
+
+
+@pytest.fixture(scope="module")
+def uncached(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """What a worker without a cache answers to them; it keeps nothing."""
+    folder = tmp_path_factory.mktemp("uncached")
+    options = {**SETTINGS, "cache_dir": folder / "cache", **ARMS["both"], "prefix_cache": False}
+    with running(folder, model, **options) as plain:
+        answers = complete_all(plain.url, alike())
+        assert ask(plain, alike()[-1]["prompt"])[1] == 0
+        wait_for(
+            "nothing to be left",
+            lambda: all(each["ledger"]["free"] == each["ledger"]["total"] for each in plain.workers()),
+        )
+    return answers
+
+
 def counted(cluster: Cluster, event: str, role: str | None = None) -> int:
     """What workers counted, as soon as two heartbeats have said the same."""
 
@@ -115,23 +139,9 @@ def test_a_decode_worker_is_not_sent_what_it_holds(cluster: Cluster, arm: str) -
 
 
 def test_answers_are_the_same_with_and_without_a_cache_whatever_else_runs(
-    cluster: Cluster, model: Path, tmp_path: Path
+    cluster: Cluster, uncached: list[list[int]]
 ) -> None:
     """A read of blocks already released and reused shows here: there are few, and most prompts begin alike."""
-    stems = prompts(3, seed=8, vocab_size=VOCAB - 4, longest=500)
-    requests: list[dict[str, Any]] = [
-        {"prompt": [*stems[seed % 3][: 40 * (seed % 13)], *new_prompt(seed, 1 + seed % 40)], "max_tokens": NUM_TOKENS}
-        for seed in range(60)
-    ]
-    shared = [complete_all(cluster.url, requests) for _ in range(2)]
-    options = {**SETTINGS, "cache_dir": tmp_path / "cache", **ARMS["both"], "prefix_cache": False}
-    with running(tmp_path, model, **options) as plain:
-        expected = complete_all(plain.url, requests)
-        assert ask(plain, requests[-1]["prompt"])[1] == 0
-        wait_for(
-            "nothing to be left",
-            lambda: all(each["ledger"]["free"] == each["ledger"]["total"] for each in plain.workers()),
-        )
-    assert shared == [expected, expected]
+    assert [complete_all(cluster.url, alike()) for _ in range(2)] == [uncached, uncached]
     wait_for("every block to come home", cluster.idle)
     assert all(worker["ledger"]["cached"] > 0 for worker in cluster.workers())

@@ -1,8 +1,10 @@
 """The bundled model against transformers: logits from the same ids, in float32, through the paged cache."""
 
+import functools
 import warnings
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GgufConfig
@@ -19,7 +21,9 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Checkpoint) -> torch.nn.Module:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):  # both are made again and again, for seconds
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
         warnings.simplefilter("ignore")  # of another project's loader, not of what is tested
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
             smollm2.path.parent,

@@ -249,11 +249,12 @@ def test_a_worker_that_the_gateway_does_not_know_is_asked_who_it_is(gateway: Gat
 
 def test_a_silent_worker_is_dead_and_comes_back_when_it_speaks(tmp_path: Path) -> None:
     with running(tmp_path, death_s=0.4, heartbeat_s=0.1) as gateway:
-        worker = gateway.worker(1, Role.BOTH)
-        client = gateway.client().post(COMPLETIONS, {"prompt": "x"})
+        client, worker = gateway.client(), gateway.worker(1, Role.BOTH)
+        worker.say(worker.status())  # nothing that takes time lies between its last sign of life and the request
+        client.post(COMPLETIONS, {"prompt": "x"})
+        request = worker.expect_prompt()
         assert client.response.status == 503
         assert client.json()["error"]["code"] == "worker_lost"
-        request = worker.expect_prompt()
         worker.send_tokens(request, [65])
         worker.expect_abort(request.key)
         worker.say(worker.status())

@@ -53,8 +53,8 @@ def error_of(response: bytes) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("endless", [b"GET /" + LARGE, START + b"A: " + LARGE, START + b"A: b\r\n" * (len(LARGE) // 6)])
-def test_an_endless_head_is_refused(gateway: Gateway, endless: bytes) -> None:
-    with connected(gateway) as client:
+def test_an_endless_head_is_refused(shared: Gateway, endless: bytes) -> None:
+    with connected(shared) as client:
         for at in range(0, len(endless), 2**14):
             send(client, endless[at : at + 2**14])
         response = received(client)
@@ -63,22 +63,22 @@ def test_an_endless_head_is_refused(gateway: Gateway, endless: bytes) -> None:
 
 
 @pytest.mark.parametrize("endless", [b"1;" + LARGE, b"0\r\n" + b"A: b\r\n" * (len(LARGE) // 6), b"0\r\nA: " + LARGE])
-def test_endless_extensions_and_trailers_end_the_connection(gateway: Gateway, endless: bytes) -> None:
-    with connected(gateway) as client:
+def test_endless_extensions_and_trailers_end_the_connection(shared: Gateway, endless: bytes) -> None:
+    with connected(shared) as client:
         send(client, CHUNKED + endless)
         received(client)
 
 
-def test_a_large_head_says_so(gateway: Gateway) -> None:
-    with connected(gateway) as client:
+def test_a_large_head_says_so(shared: Gateway) -> None:
+    with connected(shared) as client:
         send(client, START + b"A: " + b"x" * MAX_HEAD_BYTES)
         status, error = error_of(received(client))
     assert (status, error["code"]) == (431, "head_too_large")
     assert error["message"].endswith(".")
 
 
-def test_what_is_no_http_is_an_error_object_too(gateway: Gateway) -> None:
-    with connected(gateway) as client:
+def test_what_is_no_http_is_an_error_object_too(shared: Gateway) -> None:
+    with connected(shared) as client:
         send(client, b"hello\r\n\r\n")
         status, error = error_of(received(client))
     assert (status, error["code"]) == (400, "invalid_request")
