@@ -32,6 +32,17 @@ class GroupedWeights:
         return (scales * codes + minima).flatten(1)[:, : self.columns]
 
 
+def joined(parts: list[GroupedWeights]) -> GroupedWeights:
+    """The rows of several matrices of as many columns, one after the other; all of them have minima, or none has."""
+    minima = [part.minima for part in parts if part.minima is not None]
+    return GroupedWeights(
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(minima) if minima else None,
+        parts[0].columns,
+    )
+
+
 def from_q4_0(blocks: torch.Tensor) -> GroupedWeights:
     """Rows of Q4_0 blocks, uint8 `[outputs, groups * 18]`, with the very same values; ValueError if they are none.
 

@@ -11,7 +11,8 @@ from kvrelay.kernels.linear_packing import Form, PackedWeights, unpack_floats, u
 from kvrelay.kernels.native_library import NativeLibrary
 from kvrelay.kernels.quantized_rows import check_rows, quantize_rows_plain
 
-_NUMBERS = {form: number for number, form in enumerate((Form.INT4, Form.INT8, Form.BF16, Form.FP32))}
+# As `kernels/native/linear.h` numbers them.
+FORM_NUMBERS = {form: number for number, form in enumerate((Form.INT4, Form.INT8, Form.BF16, Form.FP32))}
 
 
 class LinearKernels:
@@ -36,7 +37,7 @@ class LinearKernels:
         """
         check_linear(x, weights, bias, add_to)
         out = torch.empty(len(x), weights.outputs) if add_to is None else add_to
-        number = _NUMBERS[weights.form]
+        number = FORM_NUMBERS[weights.form]
         workspace = self._workspace(number, x)
         self._linear(
             number,

@@ -96,6 +96,17 @@ def unpack_floats(weights: PackedWeights) -> torch.Tensor:
     return tiles.flatten(2).flatten(0, 1)[: weights.outputs, : weights.columns]
 
 
+def unpack_rows(weights: PackedWeights, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of the matrix, float32 `[len(rows), columns]`: an embedding may be the last layer's weights too.
+
+    rows is int64 `[rows]`, each below `outputs`.
+    """
+    tiles = PackedWeights(weights.form, _LANES * len(rows), weights.columns, weights.tiles[rows // _LANES])
+    floats = weights.form in (Form.BF16, Form.FP32)
+    values = unpack_floats(tiles).float() if floats else unpack_grouped(tiles).values
+    return values[torch.arange(len(rows)) * _LANES + rows % _LANES]
+
+
 def _pack_int4(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
     """`[tiles, groups, 320]`: of a byte `[i, output, j]` the low half is column 4 * i + j, the high half 16 more."""
     halves = _whole_tiles(codes).view(-1, _LANES, scales.shape[1], 2, 4, _FOURS)

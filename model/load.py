@@ -7,10 +7,14 @@ import torch
 
 from kvrelay.checkpoint import Checkpoint
 from kvrelay.errors import StartError
+from kvrelay.kernels.native_library import NativeLibrary, load_native
 from kvrelay.model.config import ModelConfig
+from kvrelay.model.forward import Network
 from kvrelay.model.kv_cache import DTYPES, KVCache
 from kvrelay.model.kv_memory import asked_kv_memory, default_kv_memory, num_kv_blocks
+from kvrelay.model.native_network import build_native
 from kvrelay.model.network import build_network
+from kvrelay.model.packed_weights import Quantization, read_packed_weights
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
 from kvrelay.model.weights import read_config, read_weights
@@ -22,14 +26,20 @@ def load(
     checkpoint: Checkpoint,
     *,
     cache_dir: Path,
+    native_dir: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    quantization: Quantization = Quantization.AUTO,
+    kernels: str = "auto",
     block_size: int = 16,
     kv_memory_bytes: int | None = None,
     workers_on_machine: int = 1,
     max_model_len: int | None = None,
 ) -> ModelRunner:
     """Loads a model and allocates its KV cache (tokens per block: `block_size`).
+
+    `kernels` is `auto`, the native ones on a CPU that can have them, or `torch`; they are compiled into `native_dir`,
+    or else the cache folder.
 
     `kv_memory_bytes` None takes a fair share of what is free among `workers_on_machine`; `max_model_len` None takes
     the model's own limit. Raises ModelError, MemoryShortage or StartError in a sentence that says what to do.
@@ -43,9 +53,30 @@ def load(
     else:
         num_bytes = asked_kv_memory(kv_memory_bytes, workers_on_machine, target)
     num_blocks = num_kv_blocks(layout, config.max_model_len, num_bytes)
-    weights = read_weights(checkpoint, config, torch_dtype, cache_dir)
-    network = build_network(config, weights, torch_dtype, target)
+    has_native = kernels == "auto" and target.type == "cpu" and torch_dtype is not torch.float16
+    native = load_native(native_dir or cache_dir) if has_native else None
+    network = _network(checkpoint, config, quantization, torch_dtype, target, cache_dir, native)
     return ModelRunner(network, KVCache(layout, num_blocks, target), Sampler())
+
+
+def _network(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    quantization: Quantization,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dir: Path,
+    native: NativeLibrary | None,
+) -> Network:
+    if native is not None:
+        model = read_packed_weights(checkpoint, config, quantization, dtype, cache_dir)
+        return build_native(config, model, native, torch.get_num_threads())
+    if quantization not in (Quantization.AUTO, Quantization.NONE):
+        raise StartError(
+            f"Weights in {quantization} need the native CPU kernels, which this worker does not use (see the log, "
+            "--device, --dtype and --kernels); set --quantization to auto or none."
+        )
+    return build_network(config, read_weights(checkpoint, config, dtype, cache_dir), dtype, device)
 
 
 def resolve_device(name: str) -> torch.device:

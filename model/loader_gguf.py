@@ -7,6 +7,8 @@ from gguf.quants import dequantize
 
 from kvrelay.errors import ModelError
 from kvrelay.gguf_file import GGUFFile, TensorInfo
+from kvrelay.kernels.grouped_weights import FROM_GGUF, GroupedWeights
+from kvrelay.kernels.linear_packing import Form
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.tensors import Shape
 
@@ -27,6 +29,7 @@ _NAMES = {
     "output": "lm_head",
 }
 _SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+_FORMS = {"Q4_0": Form.INT4, "Q4_1": Form.INT4, "Q8_0": Form.INT8}
 _READ_ALREADY = "rope_freqs.weight"  # by the configuration
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -53,8 +56,19 @@ class GGUFTensors:
         info = self._infos[name]
         values = dequantize(self._stored_rows(info), self._type(info))
         tensor = torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(info.shape)
+        return self._in_our_order(name, tensor)
+
+    def form(self, name: str) -> Form | None:
+        return _FORMS.get(self._type(self._infos[name]).name)
+
+    def grouped(self, name: str) -> GroupedWeights:
+        info = self._infos[name]
+        rows = torch.from_numpy(self._stored_rows(info).copy())
+        return FROM_GGUF[self._type(info).name](self._in_our_order(name, rows))
+
+    def _in_our_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         heads = next((count for part, count in self._heads.items() if f".{part}." in name), None)
-        return tensor if heads is None else _halves_from_pairs(tensor, heads)
+        return rows if heads is None else _halves_from_pairs(rows, heads)
 
     def _stored_rows(self, info: TensorInfo) -> np.ndarray:
         """The tensor's bytes as a matrix with one stored row per row."""

@@ -1,13 +1,13 @@
 """Reads the tensors of a model folder: one safetensors file, or several with an index."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kvrelay.checkpoint import read_json
-from kvrelay.errors import ModelError
+from kvrelay.errors import InternalError, ModelError
 from kvrelay.model.tensors import Shape
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -40,6 +40,12 @@ class FolderReader:
     def read(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._shards[self._file_of[name]].get_tensor(name)
         return tensor
+
+    def form(self, name: str) -> None:
+        """Nothing here is quantised."""
+
+    def grouped(self, name: str) -> NoReturn:
+        raise InternalError(f"{name} was asked for in groups, but {self.source} has floating-point weights.")
 
     def _slice(self, name: str) -> Any:
         return self._shards[self._file_of[name]].get_slice(name)

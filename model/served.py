@@ -5,6 +5,7 @@ import logging
 from kvrelay.checkpoint import resolve
 from kvrelay.config import WorkerSettings
 from kvrelay.model.load import load
+from kvrelay.model.packed_weights import Quantization
 from kvrelay.model.runner import ModelRunner
 from kvrelay.process import ServedModel
 
@@ -23,6 +24,9 @@ def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
         cache_dir=settings.cache_dir,
         device=settings.device,
         dtype=settings.dtype,
+        quantization=Quantization(settings.quantization),
+        kernels=settings.kernels,
+        native_dir=settings.native_dir,
         block_size=settings.block_size,
         kv_memory_bytes=settings.kv_memory,
         workers_on_machine=settings.workers_on_machine,

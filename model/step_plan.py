@@ -50,7 +50,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class Span:
     """One scheduled sequence: rows `row` onwards are its positions `start` to `stop`."""
 
     row: int
@@ -66,7 +66,7 @@ def plan_step(batch: Batch, layout: KVLayout, num_blocks: int, device: torch.dev
 
     Raises InternalError if a sequence's tokens or blocks do not cover what is scheduled.
     """
-    spans = _spans(batch, layout, num_blocks)
+    spans = spans_of(batch, layout, num_blocks)
     positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     blocks = np.concatenate([span.blocks[np.arange(span.start, span.stop) // layout.block_size] for span in spans])
     decode = [span for span in spans if span.stop - span.start == 1]
@@ -74,7 +74,7 @@ def plan_step(batch: Batch, layout: KVLayout, num_blocks: int, device: torch.dev
         token_ids=_tensor([token for span in spans for token in span.token_ids], device),
         positions=_tensor(positions, device),
         written=_tensor(_cache_rows(blocks, positions % layout.block_size, layout), device),
-        begun_blocks=_tensor(_begun_blocks(spans, layout.block_size), device),
+        begun_blocks=_tensor(begun_blocks(spans, layout.block_size), device),
         decode=tuple(_decode_group(group, layout, device) for group in _groups(decode, layout)),
         prefill=tuple(_prefill_chunk(span, layout, device) for span in spans if span.stop - span.start > 1),
         sampled_rows=_tensor([span.row + span.stop - span.start - 1 for span in spans if span.samples], device),
@@ -90,7 +90,7 @@ def padded_positions(num_positions: int) -> int:
     return -(-num_positions // step) * step
 
 
-def _spans(batch: Batch, layout: KVLayout, num_blocks: int) -> list[_Span]:
+def spans_of(batch: Batch, layout: KVLayout, num_blocks: int) -> list[Span]:
     spans, row = [], 0
     for item in batch.scheduled:
         spans.append(_span(item, row, layout, num_blocks))
@@ -98,7 +98,7 @@ def _spans(batch: Batch, layout: KVLayout, num_blocks: int) -> list[_Span]:
     return spans
 
 
-def _span(item: ScheduledSequence, row: int, layout: KVLayout, num_blocks: int) -> _Span:
+def _span(item: ScheduledSequence, row: int, layout: KVLayout, num_blocks: int) -> Span:
     sequence, start = item.sequence, item.sequence.num_computed_tokens
     stop = start + item.num_tokens
     if not start < stop <= len(sequence.token_ids):
@@ -113,7 +113,7 @@ def _span(item: ScheduledSequence, row: int, layout: KVLayout, num_blocks: int) 
             f"Request {sequence.key.request_id}: {stop} tokens need {needed} of the {num_blocks} blocks, "
             f"but its table is {sequence.block_table}."
         )
-    return _Span(row, start, stop, sequence.token_ids[start:stop], blocks, item.samples)
+    return Span(row, start, stop, sequence.token_ids[start:stop], blocks, item.samples)
 
 
 def _cache_rows(blocks: np.ndarray, offsets: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -131,7 +131,7 @@ def _strips(block_tables: np.ndarray, layout: KVLayout) -> np.ndarray:
     return strips.reshape(-1)
 
 
-def _begun_blocks(spans: list[_Span], block_size: int) -> list[int]:
+def begun_blocks(spans: list[Span], block_size: int) -> list[int]:
     """Only a span's last block can be begun in this step and left unfinished."""
     last = [(span, (span.stop - 1) // block_size) for span in spans]
     return [
@@ -141,9 +141,9 @@ def _begun_blocks(spans: list[_Span], block_size: int) -> list[int]:
     ]
 
 
-def _groups(spans: list[_Span], layout: KVLayout) -> list[list[_Span]]:
+def _groups(spans: list[Span], layout: KVLayout) -> list[list[Span]]:
     """Sequences of the same padded length, as many at a time as the scratch memory holds."""
-    by_length: dict[int, list[_Span]] = {}
+    by_length: dict[int, list[Span]] = {}
     for span in spans:
         by_length.setdefault(padded_positions(span.stop), []).append(span)
     groups = []
@@ -153,7 +153,7 @@ def _groups(spans: list[_Span], layout: KVLayout) -> list[list[_Span]]:
     return groups
 
 
-def _decode_group(spans: list[_Span], layout: KVLayout, device: torch.device) -> DecodeGroup:
+def _decode_group(spans: list[Span], layout: KVLayout, device: torch.device) -> DecodeGroup:
     num_blocks = layout.num_blocks(padded_positions(spans[0].stop))
     # Padding repeats the sequence's own first block: what is masked must be finite, and must not be another's.
     tables = np.stack([np.pad(span.blocks, (0, num_blocks - len(span.blocks)), mode="wrap") for span in spans])
@@ -166,7 +166,7 @@ def _decode_group(spans: list[_Span], layout: KVLayout, device: torch.device) ->
     )
 
 
-def _prefill_chunk(span: _Span, layout: KVLayout, device: torch.device) -> PrefillChunk:
+def _prefill_chunk(span: Span, layout: KVLayout, device: torch.device) -> PrefillChunk:
     rows = slice(span.row, span.row + span.stop - span.start)
     strips = _tensor(_strips(span.blocks[None], layout), device)
     if span.start == 0:

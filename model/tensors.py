@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 
 from kvrelay.errors import ModelError
+from kvrelay.kernels.grouped_weights import GroupedWeights
+from kvrelay.kernels.linear_packing import Form
 from kvrelay.model.config import ModelConfig
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -36,11 +38,19 @@ class TensorReader(Protocol):
         ...
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The stored type; None for quantised tensors."""
+        """The stored type; None for quantised tensors. Raises ModelError for a type that cannot be read."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU in a floating-point type. Raises ModelError if it cannot be read."""
+        ...
+
+    def form(self, name: str) -> Form | None:
+        """INT4 or INT8 for a matrix that is stored in such groups as `grouped` gives; None for any other."""
+        ...
+
+    def grouped(self, name: str) -> GroupedWeights:
+        """A matrix that has a form, as it is stored. Raises ModelError if it cannot be read."""
         ...
 
 
@@ -97,12 +107,13 @@ def is_norm(name: str) -> bool:
 
 
 def check_tensors(reader: TensorReader, expected: Mapping[str, Shape]) -> None:
-    """Raises ModelError naming the first tensors that are missing, of another shape, or not part of the network."""
+    """Raises ModelError naming the first tensors that are missing, of another shape or type, or none of the network."""
     if missing := sorted(set(expected) - set(reader.names)):
         raise _wrong(reader, f"it lacks {_some(missing)}")
     for name, shape in expected.items():
         if reader.shape(name) != shape:
             raise _wrong(reader, f"{name} has the shape {reader.shape(name)} instead of {shape}")
+        reader.dtype(name)
     if unknown := sorted(name for name in set(reader.names) - set(expected) if not _is_harmless(name)):
         raise _wrong(reader, f"it has {_some(unknown)}, which this architecture does not use")
 

@@ -20,12 +20,12 @@ from kvrelay.model.tensors import Shape
 
 _FORMAT_VERSION = 1  # raise it whenever packing or conversion changes
 _ALIGNMENT = 64  # bytes, a cache line, for vector loads from the mapped file
-_SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SAFETENSORS_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of the cache file, and how to make it. `make` may give any floating-point type."""
+    """A tensor of the cache file, and how to make it. `make` may give any type that `dtype` can hold."""
 
     name: str
     shape: Shape

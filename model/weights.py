@@ -38,19 +38,20 @@ def read_weights(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype
     They are named as in `packing(config)`, or unpacked if the checkpoint can be mapped as it is. Raises ModelError
     if the checkpoint is damaged or does not fit `config`, StartError if the cache cannot be written.
     """
-    reader = _reader(checkpoint, config)
+    reader = open_reader(checkpoint, config)
     shapes = expected_shapes(config)
     check_tensors(reader, shapes)
     stored = {reader.dtype(name) for name in shapes}
     if checkpoint.format is CheckpointFormat.HF and stored == {dtype}:
         return {name: reader.read(name) for name in shapes}
     parts_of = packing(config)
-    with _progress(checkpoint, len(parts_of), dtype) as advance:
+    with conversion_progress(checkpoint, len(parts_of), f"to {str(dtype).removeprefix('torch.')}") as advance:
         specs = [_spec(reader, shapes, name, parts, dtype, advance) for name, parts in parts_of.items()]
         return cached_weights(checkpoint.fingerprint, specs, cache_dir)
 
 
-def _reader(checkpoint: Checkpoint, config: ModelConfig) -> TensorReader:
+def open_reader(checkpoint: Checkpoint, config: ModelConfig) -> TensorReader:
+    """The tensors of a checkpoint. Raises ModelError if it is damaged."""
     if checkpoint.format is CheckpointFormat.HF:
         return FolderReader(checkpoint.path)
     return GGUFTensors(open_gguf(checkpoint.path), config)
@@ -74,9 +75,9 @@ def _spec(
 
 
 @contextmanager
-def _progress(checkpoint: Checkpoint, num_tensors: int, dtype: torch.dtype) -> Iterator[Callable[[], None]]:
+def conversion_progress(checkpoint: Checkpoint, num_tensors: int, purpose: str) -> Iterator[Callable[[], None]]:
     """Shows the conversion, if there is one, on a terminal; elsewhere one log line says that it began."""
-    text = f"Converting {checkpoint.name} to {str(dtype).removeprefix('torch.')} (once per machine)"
+    text = f"Converting {checkpoint.name} {purpose} (once per machine)"
     if not sys.stderr.isatty():
         yield _logged_once(text)
         return

@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import CACHE_DIR
+
+# Many tests have a cache folder of their own; compiling for each of them would take most of their time.
+os.environ.setdefault("KVRELAY_NATIVE_DIR", str(CACHE_DIR))
 # Before torch is imported: threads that spin while they wait keep the processes that tests start from the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -19,4 +23,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
     """Where fetched models and converted weights are, on this machine."""
-    return Path(os.environ.get("KVRELAY_CACHE_DIR", Path.home() / ".cache" / "kvrelay"))
+    return CACHE_DIR

@@ -146,6 +146,11 @@ class WorkerOptions(ProcessSettings):
     threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="Precision of the model.")
+    quantization: Literal["auto", "none", "int8", "int4"] = Field(
+        "auto", description="How the CPU keeps weights; auto keeps those of a quantised file as they are."
+    )
+    kernels: Literal["auto", "torch"] = Field("auto", description="What a CPU computes with; auto: native code.")
+    native_dir: Folder | None = Field(None, description="Where native code is kept, if not in the cache folder.")
     kv_memory: Bytes | None = Field(None, description="Memory for KV, such as 2G; a fair share if not given.")
     block_size: int = Field(16, ge=8, le=64, description="Tokens in a KV block.")
     max_batch_tokens: PositiveInt = Field(512, description="Prompt tokens computed in one step (the chunk size).")

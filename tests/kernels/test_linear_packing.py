@@ -14,6 +14,7 @@ from kvrelay.kernels.linear_packing import (
     packed_shape,
     unpack_floats,
     unpack_grouped,
+    unpack_rows,
 )
 
 BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
@@ -52,6 +53,17 @@ def test_packing_blocks_loses_nothing(name: str) -> None:
     """Also where neither outputs nor groups fill their tiles."""
     weights = FROM_GGUF[name](random_blocks(name))
     assert same(unpack_grouped(pack_grouped(weights)), weights)
+
+
+@pytest.mark.parametrize("form", Form)
+def test_rows_are_those_of_the_whole_matrix(form: Form) -> None:
+    weights = torch.randn(37, 45, generator=torch.Generator().manual_seed(3))
+    quantise = {Form.INT4: to_int4, Form.INT8: to_int8}
+    packed = pack_grouped(quantise[form](weights)) if form in quantise else pack_floats(weights, form)
+    whole = unpack_grouped(packed).values if form in quantise else unpack_floats(packed).float()
+    rows = torch.tensor([36, 0, 15, 16, 0])
+    assert torch.equal(unpack_rows(packed, rows), whole[rows])
+    assert unpack_rows(packed, rows[:0]).shape == (0, 45)
 
 
 @pytest.mark.parametrize(("outputs", "columns"), SHAPES)

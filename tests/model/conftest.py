@@ -12,9 +12,11 @@ import torch
 
 from kvrelay.checkpoint import Checkpoint, resolve
 from kvrelay.model.load import load
+from kvrelay.model.packed_weights import Quantization
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
 from kvrelay.types import Batch, RequestKey, SamplingParams, ScheduledSequence, Sequence
+from tests.places import CACHE_DIR
 
 
 class RecordingSampler(Sampler):
@@ -95,12 +97,19 @@ def smollm2(cache_dir: Path) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def smollm2_runner(smollm2: Checkpoint, cache_dir: Path) -> ModelRunner:
-    return load(smollm2, cache_dir=cache_dir, device="cpu", dtype="float32", kv_memory_bytes=1 << 30)
+    return load(
+        smollm2,
+        cache_dir=cache_dir,
+        device="cpu",
+        dtype="float32",
+        quantization=Quantization.NONE,
+        kv_memory_bytes=1 << 30,
+    )
 
 
-@pytest.fixture
-def load_folder(tmp_path: Path) -> Callable[[Path], ModelRunner]:
-    """Loads a small model with an own cache folder and few, small blocks."""
+@pytest.fixture(params=["auto", "torch"])
+def load_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[Path], ModelRunner]:
+    """Loads a small model with an own cache folder and few, small blocks, to compute with either kind of kernels."""
 
     def load_small(path: Path) -> ModelRunner:
         checkpoint = resolve(str(path), tmp_path / "cache")
@@ -109,6 +118,9 @@ def load_folder(tmp_path: Path) -> Callable[[Path], ModelRunner]:
             cache_dir=tmp_path / "cache",
             device="cpu",
             dtype="float32",
+            quantization=Quantization.NONE,
+            native_dir=CACHE_DIR,
+            kernels=request.param,
             block_size=4,
             kv_memory_bytes=4 << 20,
             max_model_len=256,

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from kvrelay.checkpoint import Checkpoint
 from kvrelay.model.load import load
+from kvrelay.model.packed_weights import Quantization
 from kvrelay.model.runner import ModelRunner
 from tests.model.conftest import Driver, random_ids
 
@@ -72,7 +73,8 @@ def _same_greedy(tokens: list[int], logits: torch.Tensor) -> None:
 def test_bfloat16_ranks_tokens_as_float32_does(
     smollm2: Checkpoint, smollm2_runner: ModelRunner, cache_dir: Path
 ) -> None:
-    runner = load(smollm2, cache_dir=cache_dir, device="cpu", dtype="bfloat16", kv_memory_bytes=256 << 20)
+    options = {"quantization": Quantization.NONE, "kv_memory_bytes": 256 << 20}
+    runner = load(smollm2, cache_dir=cache_dir, device="cpu", dtype="bfloat16", **options)  # type: ignore[arg-type]
     prompt = random_ids(150, runner.config.vocab_size, 1)
     exact, rounded = Driver(smollm2_runner), Driver(runner)
     expected = exact.prefill(exact.sequence(prompt), 64)

@@ -14,19 +14,32 @@ from kvrelay.model.step_plan import padded_positions
 from kvrelay.types import Batch, ScheduledSequence
 from tests.model.conftest import Driver, drain, random_ids
 from tests.model.test_gguf import VOCAB, write_gguf
+from tests.places import CACHE_DIR
 from tests.tiny_model import write_tiny_model
 
 
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture
-def runner(tmp_path: Path) -> ModelRunner:
-    return small_runner(tmp_path)
+def runner(tmp_path: Path, kernels: str) -> ModelRunner:
+    return small_runner(tmp_path, kernels=kernels)
 
 
-def small_runner(tmp_path: Path, block_size: int = 4, dtype: str = "float32") -> ModelRunner:
+def small_runner(tmp_path: Path, block_size: int = 4, dtype: str = "float32", kernels: str = "auto") -> ModelRunner:
     if not (tmp_path / "m.gguf").exists():
         write_gguf(tmp_path / "m.gguf")
     checkpoint = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
-    options = {"cache_dir": tmp_path / "cache", "device": "cpu", "dtype": dtype}
+    options = {
+        "cache_dir": tmp_path / "cache",
+        "device": "cpu",
+        "dtype": dtype,
+        "native_dir": CACHE_DIR,
+        "kernels": kernels,
+    }
     return load(checkpoint, block_size=block_size, kv_memory_bytes=8 << 20, **options)  # type: ignore[arg-type]
 
 
@@ -179,5 +192,6 @@ def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     checkpoint = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
     with pytest.raises(StartError, match="257"):
-        load(checkpoint, cache_dir=tmp_path / "cache", max_model_len=257)
-    assert load(checkpoint, cache_dir=tmp_path / "cache", max_model_len=64, device="cpu").config.max_model_len == 64
+        load(checkpoint, cache_dir=tmp_path / "cache", native_dir=CACHE_DIR, max_model_len=257)
+    options = {"cache_dir": tmp_path / "cache", "native_dir": CACHE_DIR, "device": "cpu"}
+    assert load(checkpoint, max_model_len=64, **options).config.max_model_len == 64  # type: ignore[arg-type]
