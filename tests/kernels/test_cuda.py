@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.block_copy import gather_blocks, scatter_blocks
+from kvrelay.kernels.digest import digest_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,3 +56,12 @@ def test_blocks_beyond_32_bits_are_found() -> None:
     packed = torch.empty((2, block_bytes), dtype=torch.uint8, device="cuda")
     gather_blocks(layer, ids, packed)
     assert torch.equal(packed.cpu(), bits(2, block_bytes))
+
+
+@pytest.mark.parametrize("num_bytes", [4, 12, 8192, 8196, 1 << 21, (1 << 26) + 4])
+def test_a_digest_is_that_of_the_cpu(num_bytes: int) -> None:
+    content, found, expected = bits(num_bytes), torch.full((1,), 9, device="cuda"), torch.empty(1, dtype=torch.int64)
+    digest_bytes(content, expected)
+    for _ in range(3):  # programs end in another order each time
+        digest_bytes(content.cuda(), found)
+        assert torch.equal(found.cpu(), expected)
