@@ -12,7 +12,10 @@ from itertools import cycle
 import torch
 
 from kvrelay.block_memory import Bytes, Geometry
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.kernels.block_copy import gather_blocks, scatter_blocks
+from kvrelay.kernels.digest import digest_bytes
+from kvrelay.model.device_room import TorchRoom
 from kvrelay.model.streams import Mark, Streams
 
 BUDGET_BYTES = 8 << 20  # of the host, and as many of the device: four pieces of a hand-over, twice over
@@ -30,7 +33,7 @@ class _Slot:
 
 
 class StagedMemory:
-    """Blocks of every layer in a device's memory, read and written by the host. Belongs to one thread."""
+    """Blocks of every layer in a device's memory. Belongs to one thread, but for `room`: see `DeviceMemory`."""
 
     def __init__(self, kv: torch.Tensor, streams: Streams, budget_bytes: int = BUDGET_BYTES) -> None:
         """`kv` is `[num_layers, num_blocks, block_bytes]`, uint8 and contiguous.
@@ -43,6 +46,10 @@ class StagedMemory:
         self._capacity = max(1, budget_bytes // _NUM_SLOTS // self.geometry.block_bytes)
         self._slots = cycle([self._new_slot() for _ in range(_NUM_SLOTS)])
         self._computed: dict[int, Mark] = {}  # by layer
+        with streams.copying():
+            self._digest = torch.empty(1, dtype=torch.int64, device=kv.device)
+        self._digest_on_host = streams.host_buffer(1, self._digest.nbytes)
+        self.room = TorchRoom(kv.device, streams)
 
     def computed(self, layer: int) -> None:
         """Says that the KV of a layer was queued by the network: reading that layer waits for it, and for no more."""
@@ -76,37 +83,53 @@ class StagedMemory:
             self._land(layer, part, source[:size])
             source = source[size:]
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
-        """Some blocks of a layer, packed as `[n, block_bytes]` on the device, complete when this returns.
+    def gather(self, layers: range, block_ids: Sequence[int]) -> tuple[DeviceBytes, bytes]:
+        """Some blocks of adjacent layers, packed as `[layers, blocks, block_bytes]` on the device, and their digest.
 
-        For transports that read a device's memory by themselves. The tensor is the caller's.
+        For transports that read a device's memory by themselves; complete when this returns. See `DeviceMemory`.
 
         Raises:
             IndexError: a layer or block that does not exist.
         """
-        self.geometry.check(layer, block_ids)
+        shape = self._shape(layers, block_ids)
         with self._streams.copying():
-            packed = torch.empty((len(block_ids), self.geometry.block_bytes), dtype=torch.uint8, device=self._kv.device)
-        self._gather(layer, block_ids, packed)
-        self._streams.copied().synchronize()
-        return packed
+            packed = torch.empty(shape, dtype=torch.uint8, device=self._kv.device)
+        for layer, part in zip(layers, packed, strict=True):
+            self._gather(layer, block_ids, part)
+        content = DeviceBytes(packed.view(-1))
+        return content, self.digest(content)
 
-    def scatter(self, layer: int, block_ids: Sequence[int], packed: torch.Tensor) -> Mark:
-        """Puts `packed`, `[n, block_bytes]` on the device and complete, into blocks of a layer; touches no others.
+    def scatter(self, layers: range, block_ids: Sequence[int], packed: DeviceBytes) -> None:
+        """Puts what is packed on the device, and complete, into blocks; touches no others.
 
-        Its memory may be freed at once, but not be changed before the returned mark is reached.
+        Its memory may be freed at once, but not be changed before copies that are queued now are done.
 
         Raises:
             IndexError: a layer or block that does not exist.
             WireError: there are more or fewer bytes than the blocks take.
         """
-        self.geometry.check(layer, block_ids)
-        self.geometry.check_payload(block_ids, packed.nbytes)
+        shape = self._shape(layers, block_ids)
+        self.geometry.check_payload(tuple(block_ids) * len(layers), len(packed))
         read = self._streams.computed()
         with self._streams.copying():
-            self._scatter(layer, self._streams.upload(block_ids), packed, read)
-        self._streams.retain(packed)
-        return self._landed()
+            ids = self._streams.upload(block_ids)
+            for layer, part in zip(layers, packed.tensor.view(shape), strict=True):
+                self._scatter(layer, ids, part, read)
+        self._streams.retain(packed.tensor)
+        self._landed()
+
+    def digest(self, packed: DeviceBytes) -> bytes:
+        """See `DeviceMemory`. Waits for all copies that are queued, since it is made behind them."""
+        with self._streams.copying():
+            digest_bytes(packed.tensor, self._digest)
+            self._digest_on_host.copy_(self._digest.view(torch.uint8).view(1, -1), non_blocking=True)
+        self._streams.copied().synchronize()
+        return self._digest_on_host.numpy().tobytes()
+
+    def fetch(self, packed: DeviceBytes) -> bytes:
+        """A copy on the host."""
+        content: bytes = packed.tensor.cpu().numpy().tobytes()
+        return content
 
     def _fetch(self, layer: int, block_ids: Sequence[int]) -> memoryview:
         slot, num_blocks = self._free_slot(), len(block_ids)
@@ -141,6 +164,12 @@ class StagedMemory:
         mark = self._streams.copied()
         self._streams.compute_after(mark)
         return mark
+
+    def _shape(self, layers: range, block_ids: Sequence[int]) -> tuple[int, int, int]:
+        """Of blocks that are packed; all of them must exist."""
+        for layer in layers:
+            self.geometry.check(layer, block_ids)
+        return len(layers), len(block_ids), self.geometry.block_bytes
 
     def _parts(self, block_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """As many blocks at a time as a slot holds."""

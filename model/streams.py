@@ -42,6 +42,14 @@ class Streams(Protocol):
         """Work on the device goes to the queue of copies inside."""
         ...
 
+    def arriving(self) -> AbstractContextManager[object]:
+        """Memory of the device that is taken inside is none that queued work still uses: anybody may write to it."""
+        ...
+
+    def enter(self) -> None:
+        """The calling thread, which may be any, is on the device from here on."""
+        ...
+
     def host_buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """Memory `[num_rows, row_bytes]`, uint8, that the device copies to and from while the host goes on."""
         ...
@@ -56,12 +64,17 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """A GPU's: the stream that is current in the calling thread, and one of its own for copies."""
+    """A GPU's: the stream that is current in the calling thread, and one of its own for copies.
+
+    Nothing is ever queued on a third one. Memory that is freed while a stream may still use it, torch gives to that
+    stream again, trusting in its order; those who write from outside know of none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Raises RuntimeError if torch cannot use the device."""
         self._device = device
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arrivals = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def computed(self) -> Mark:
         """See `Streams`."""
@@ -82,6 +95,15 @@ class CudaStreams:
     def copying(self) -> AbstractContextManager[object]:
         """See `Streams`."""
         return torch.cuda.stream(self._copies)
+
+    def arriving(self) -> AbstractContextManager[object]:
+        """See `Streams`."""
+        return torch.cuda.stream(self._arrivals)
+
+    def enter(self) -> None:
+        """CUDA makes its context when it is first asked for something."""
+        torch.cuda.set_device(self._arrivals.device)
+        self._arrivals.query()
 
     def host_buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """Pinned."""
@@ -131,6 +153,13 @@ class HostStreams:
     def copying(self) -> AbstractContextManager[object]:
         """Nothing changes."""
         return nullcontext()
+
+    def arriving(self) -> AbstractContextManager[object]:
+        """Nothing is queued."""
+        return nullcontext()
+
+    def enter(self) -> None:
+        """Every thread is there."""
 
     def host_buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """Plain memory."""

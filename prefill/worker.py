@@ -242,7 +242,9 @@ def run(settings: WorkerSettings) -> int:
     incarnation = new_incarnation()
     process = WorkerProcess(settings, Role.PREFILL, incarnation)
     kv_cache = runner.kv_cache
-    data = open_data_plane(settings, process.context, incarnation, kv_cache, served.layout, kv_cache.host)
+    data = open_data_plane(
+        settings, process.context, incarnation, kv_cache, served.layout, kv_cache.host, kv_cache.staged
+    )
     blocks = BlockManager(kv_cache.num_blocks, settings.block_size)
     context = WorkerContext(
         mailbox=process.mailbox,

@@ -13,6 +13,7 @@ import zmq
 
 from kvrelay.channel import Connection, Listener
 from kvrelay.control import ControlThread
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.mailbox import (
     Event,
@@ -62,7 +63,7 @@ class Pipe:
     is_ready: bool = True
     fault: str = ""
     told: list[MemoryShared | PeerExited] = field(default_factory=list)
-    sent: list[bytes | None] = field(default_factory=list)
+    sent: list[bytes | DeviceBytes | None] = field(default_factory=list)
     headers: list[bytes] = field(default_factory=list)
     forgotten: list[Incarnation] = field(default_factory=list)
     source: list[Pollable] = field(default_factory=list)  # readable while there is something to receive
@@ -88,7 +89,7 @@ class Pipe:
     def forget(self, incarnation: Incarnation) -> None:
         self.forgotten.append(incarnation)
 
-    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | DeviceBytes | None) -> bool:
         if self.fault:
             raise WireError(self.fault)
         if self.reads:

@@ -10,6 +10,7 @@ import zmq
 
 from kvrelay.block_memory import BlockMemory
 from kvrelay.config import WorkerSettings
+from kvrelay.device_memory import DeviceMemory
 from kvrelay.errors import TransportMissing
 from kvrelay.transfer.ports import Inlet, KVMemory, Outlet
 from kvrelay.transfer.shm_transport import ShmTransport
@@ -41,9 +42,10 @@ def open_data_plane(
     memory: KVMemory,
     layout: KVLayout,
     host: BlockMemory | None,
+    device: DeviceMemory | None = None,
 ) -> DataPlane:
-    """Starts what `--transport` asks for. `layout` is the memory's; `host` is what lies behind it, None if it is on a
-    device.
+    """Starts what `--transport` asks for. `layout` is the memory's; what lies behind it is `host`, or `device` if it is
+    on one.
 
     Raises:
         TransportMissing: the one asked for cannot work here.
@@ -55,16 +57,30 @@ def open_data_plane(
             raise OSError(0, "KV memory of a device cannot be shared")
         return ShmTransport(host, incarnation=incarnation)
 
+    def start_ucx() -> UcxTransport:
+        room = None if device is None else device.room
+        made = UcxTransport(settings.bind, settings.ports, incarnation=incarnation, room=room)
+        if device is not None and not made.on_device:
+            log.info("UCX finds no CUDA here (`ucx_info -d` lists what it finds); KV goes through the host's memory.")
+        return made
+
     carrying: list[Transport] = []
     if settings.transport in ("auto", "zmq"):  # first, since it needs its port most
         keep_freed_memory()
         carrying.append(ZmqTransport(context, settings.bind, settings.ports, incarnation=incarnation))
-    ucx = _start("ucx", settings, lambda: UcxTransport(settings.bind, settings.ports, incarnation=incarnation))
+    ucx = _start("ucx", settings, start_ucx)
     if ucx is not None:
-        carrying.insert(0 if has_rdma() else 1, ucx)  # over TCP alone ZeroMQ is faster, by a third
+        carrying.insert(0 if has_rdma() or ucx.on_device else 1, ucx)  # over TCP alone ZeroMQ is faster, by a third
     shm = _start("shm", settings, start_shm)
-    shared = (lambda _: None) if shm is None else shm.shared
-    return DataPlane(Transports([] if shm is None else [shm], carrying), Outlet(memory, shared), Inlet(memory, layout))
+    return DataPlane(
+        Transports([] if shm is None else [shm], carrying),
+        Outlet(
+            memory,
+            (lambda _: None) if shm is None else shm.shared,
+            lambda peer: device if ucx is not None and ucx.takes_device(peer) else None,
+        ),
+        Inlet(memory, layout, device),
+    )
 
 
 def _start(name: str, settings: WorkerSettings, start: Callable[[], T]) -> T | None:

@@ -8,6 +8,7 @@ memory has no name, so nothing is left of a process that is killed.
 from collections import Counter
 
 from kvrelay.block_memory import BlockMemory
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
@@ -78,7 +79,7 @@ class ShmTransport:
         if (connection := self._connections.pop(incarnation, None)) is not None:
             connection.close()
 
-    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | DeviceBytes | None) -> bool:
         """Tells of pieces that were written, by their headers; False if it would block.
 
         Raises:

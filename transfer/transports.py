@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
@@ -98,7 +99,7 @@ class Transports:
         for each in self._all:
             each.forget(incarnation)
 
-    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | DeviceBytes | None) -> bool:
         """By the best transport for such a piece; False if it would block.
 
         Raises:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.transfer.ucx_frames import MAX_NUMBER, PROBE, TAKEN, Stream, pack_hello, tag
 from kvrelay.transfer.ucx_worker import Transfer, UcxWorker
@@ -21,7 +22,10 @@ _MAX_WELCOME_BYTES = 2**16
 
 
 class UcxConnection:
-    """Belongs to the control thread. `blocked` says that the last `send` found no room."""
+    """Belongs to the control thread. `blocked` says that the last `send` found no room.
+
+    `takes_device` says that the receiver takes payload of a device on its device.
+    """
 
     def __init__(
         self,
@@ -40,6 +44,7 @@ class UcxConnection:
             WireError: there is no way to this address.
         """
         self.blocked = False
+        self.takes_device = False
         self._incarnations = sender, receiver
         self._name = name
         self._worker = worker
@@ -91,7 +96,7 @@ class UcxConnection:
         if self._stream.ended and not self._fault:
             self._end(f"{self._name} takes nothing over UCX any more.")
 
-    def send(self, header: bytes, payload: bytes) -> bool:
+    def send(self, header: bytes, payload: bytes | DeviceBytes) -> bool:
         """Begins to send one piece. False: it would block. `payload` is read until the receiver has it.
 
         Raises:
@@ -120,15 +125,16 @@ class UcxConnection:
             return
         if welcome.receiver != self._incarnations[1]:
             raise WireError("Another process answers at its address.")
-        self._number = welcome.connection
+        self._number, self.takes_device = welcome.connection, welcome.on_device
         self._endpoint = self._worker.connect(welcome.address)
         self._stream.send(pack_hello(*self._incarnations))
         self._push(PROBE)
 
-    def _push(self, payload: bytes) -> None:
+    def _push(self, payload: bytes | DeviceBytes) -> None:
         if self._next > MAX_NUMBER:
             raise WireError("All numbers of this connection are used up.")
-        self._untaken.append(self._worker.send(self._endpoint, tag(self._number, self._next), payload))
+        name = tag(self._number, self._next, on_device=isinstance(payload, DeviceBytes))
+        self._untaken.append(self._worker.send(self._endpoint, name, payload))
         self._next += 1
 
     def _count_taken(self) -> None:

@@ -1,15 +1,19 @@
 """What is said on the TCP connection beside UCX, which announces each payload and tells that it was taken.
 
-    receiver -> sender   welcome: magic 4s | version u8 | receiver u64 | connection u32 | size u16 | digest u64, and a
-                                  UCX address
+    receiver -> sender   welcome: magic 4s | version u8 | receiver u64 | connection u32 | on device u8 | size u16
+                                  | digest u64, and a UCX address
     sender -> receiver   hello:   magic 4s | version u8 | sender u64 | receiver u64
     sender -> receiver   header of a piece, one for each payload
     receiver -> sender   one byte for each payload that was taken
 
 All little-endian, sender and receiver as incarnations. The payload goes over UCX under the tag `connection u32 |
-number u32`: number 0 is a probe that shows that UCX gets through, then come the pieces. A receiver never gives a
-connection's number away again, so tags never repeat between two incarnations. The digest is XXH3 over the address:
-UCX ends the process that gives it a garbled one.
+on device u1 | number u31`: number 0 is a probe that shows that UCX gets through, then come the pieces. A receiver never
+gives a connection's number away again, so tags never repeat between two incarnations. The digest is XXH3 over the
+address: UCX ends the process that gives it a garbled one.
+
+The welcome of a receiver whose KV is on a device that UCX reaches is 1 in `on device`. A sender that is like it sends
+from device to device then, and says so in the tag: the receiver has to know where payload goes before it begins to
+come, and the header may be slower.
 """
 
 import socket
@@ -22,11 +26,12 @@ from kvrelay.errors import WireError
 from kvrelay.types import Incarnation
 
 MAGIC = b"KVRU"
-VERSION = 1
+VERSION = 2
 TAKEN = b"+"
 PROBE = b"?"
-MAX_NUMBER = 2**32 - 1
-_WELCOME = struct.Struct("<4sBQIHQ")
+MAX_NUMBER = 2**31 - 1
+_ON_DEVICE = 2**31
+_WELCOME = struct.Struct("<4sBQI?HQ")
 _HELLO = struct.Struct("<4sBQQ")
 HELLO_BYTES = _HELLO.size
 
@@ -42,28 +47,30 @@ _KEEPALIVE = (
 _READ_BYTES = 2**16
 
 
-def tag(connection: int, number: int) -> int:
-    """Names one payload."""
-    return connection << 32 | number
+def tag(connection: int, number: int, *, on_device: bool = False) -> int:
+    """Names one payload, which goes to the receiver's device if it comes from one."""
+    return connection << 32 | _ON_DEVICE * on_device | number
 
 
-def split_tag(value: int) -> tuple[int, int]:
-    """Back from `tag`: the connection, and the number in it."""
-    return value >> 32, value & MAX_NUMBER
+def split_tag(value: int) -> tuple[int, int, bool]:
+    """Back from `tag`: the connection, the number in it, and where it goes."""
+    return value >> 32, value & MAX_NUMBER, bool(value & _ON_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Who listens, which number a connection has there, and where UCX finds it."""
+    """Who listens, which number a connection has there, where UCX finds it, and whether payload may go to a device."""
 
     receiver: Incarnation
     connection: int
     address: bytes
+    on_device: bool = False
 
     def pack(self) -> bytes:
         """As it is sent."""
         size, digest = len(self.address), xxhash.xxh3_64_intdigest(self.address)
-        return _WELCOME.pack(MAGIC, VERSION, self.receiver, self.connection, size, digest) + self.address
+        fields = _WELCOME.pack(MAGIC, VERSION, self.receiver, self.connection, self.on_device, size, digest)
+        return fields + self.address
 
 
 def pack_hello(sender: Incarnation, receiver: Incarnation) -> bytes:
@@ -138,14 +145,14 @@ class Stream:
         """
         if len(self._bytes) < _WELCOME.size:
             return None
-        magic, version, receiver, connection, size, digest = _WELCOME.unpack_from(self._bytes)
+        magic, version, receiver, connection, on_device, size, digest = _WELCOME.unpack_from(self._bytes)
         _check(magic, version)
         if (frame := self.take(_WELCOME.size + size)) is None:
             return None
         address = frame[_WELCOME.size :]
         if not address or xxhash.xxh3_64_intdigest(address) != digest:
             raise WireError("The address of its UCX arrived damaged.")
-        return Welcome(receiver, connection, address)
+        return Welcome(receiver, connection, address, on_device)
 
     def send(self, frame: bytes) -> None:
         """All of it.

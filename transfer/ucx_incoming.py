@@ -3,6 +3,7 @@
 import time
 from collections import deque
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.transfer.protocol.piece import HEADER_BYTES, check_piece, unpack
 from kvrelay.transfer.ucx_frames import HELLO_BYTES, PROBE, TAKEN, Stream, unpack_hello
@@ -64,7 +65,7 @@ class UcxIncoming:
         """Whether both hello and probe are there now; tells the sender. True once."""
         if self.known or not self.sender or (probe := self._take_payload()) is None:
             return False
-        if probe != PROBE:
+        if isinstance(probe, DeviceBytes) or probe != PROBE:
             raise WireError("A connection began with something else than a probe.")
         self._until, self.known = None, True
         return True
@@ -82,7 +83,7 @@ class UcxIncoming:
         self.stream.close()
         return list(self._payloads.values())
 
-    def _take_payload(self) -> memoryview | None:
+    def _take_payload(self) -> memoryview | DeviceBytes | None:
         payload = self._payloads.get(self._next)
         if payload is None or not payload.done:
             return None
@@ -91,4 +92,5 @@ class UcxIncoming:
         payload.check()
         if not self.stream.ended:  # one that left needs no answer, and its last pieces still count
             self.stream.send(TAKEN)
-        return memoryview(payload.buffer)
+        taken: memoryview | DeviceBytes = payload.buffer
+        return taken

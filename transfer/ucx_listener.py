@@ -89,7 +89,7 @@ class UcxListener:
         number = self._last_number
         self._incoming[number] = UcxIncoming(stream, self._incarnation, self._max_pieces)
         try:
-            stream.send(Welcome(self._incarnation, number, self._worker.address).pack())
+            stream.send(Welcome(self._incarnation, number, self._worker.address, self._worker.on_device).pack())
         except WireError as error:
             self._drop(number, str(error))
         strangers = [number for number, each in self._incoming.items() if not each.known]
@@ -97,12 +97,16 @@ class UcxListener:
             self._drop(strangers[0], "Too many wait to be let in.")
 
     def _sort(self, message: Message) -> None:
-        number, index = split_tag(message.tag)
+        number, index, on_device = split_tag(message.tag)
         incoming = self._incoming.get(number)
         if message.num_bytes > self._max_frame_bytes:  # its sender waits with it in vain
             self._drop(number, f"A payload of {message.num_bytes} bytes is over the {self._max_frame_bytes} allowed.")
             return
-        payload = self._worker.take(message)
+        try:
+            payload = self._worker.take(message, on_device=on_device)
+        except WireError as error:  # likewise
+            self._drop(number, str(error))
+            return
         if incoming is None:  # it is over
             self._worker.abandon(payload)
             return

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvrelay.channel import port_range, split_endpoint
+from kvrelay.device_memory import DeviceBytes, DeviceRoom
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
@@ -27,7 +28,7 @@ _FULL = 2**64 - 2  # of an eventfd: it can be read and not written
 
 
 class UcxTransport:
-    """For workers of several hosts that have ucxx."""
+    """For workers that have ucxx. Belongs to the control thread, but for `takes_device`."""
 
     def __init__(
         self,
@@ -35,13 +36,15 @@ class UcxTransport:
         ports: str,
         *,
         incarnation: Incarnation,
+        room: DeviceRoom | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_queued: int = MAX_QUEUED_PIECES,
     ) -> None:
         """Binds at `host`, to the first free port of `ports`; UCX takes another one of them.
 
         `max_queued` bounds the pieces, `max_frame_bytes` the bytes that a connection takes before the receiver has
-        them; a peer that sends more at once is disconnected.
+        them; a peer that sends more at once is disconnected. `room` is on the device that has the KV, if one has; where
+        UCX reaches it (`on_device`), payload comes from there and goes there when the peer is like this one.
 
         Raises:
             OSError: UCX is not installed or cannot be used here; `strerror` says why.
@@ -52,7 +55,8 @@ class UcxTransport:
         self._max_queued = max_queued
         self._connections: dict[Incarnation, UcxConnection] = {}
         host = EVERY_ADDRESS if host == "*" else host
-        self._worker = UcxWorker(host, port_range(ports))
+        self._worker = UcxWorker(host, port_range(ports), room)
+        self.on_device = self._worker.on_device
         try:
             self._listener = UcxListener(
                 host,
@@ -71,6 +75,11 @@ class UcxTransport:
         os.eventfd_write(self._no_room, _FULL)
         self._has_work = False  # and so `_work` can be read
         self._closed = False
+
+    def takes_device(self, incarnation: Incarnation) -> bool:
+        """Whether payload for a receiver may lie on our device. The compute thread asks before it packs a piece."""
+        connection = self._connections.get(incarnation)
+        return self.on_device and connection is not None and connection.takes_device
 
     def sockets(self) -> list[int]:
         """UCX's descriptor and each connection's. UCX must be asked before each wait, so call this right before."""
@@ -125,7 +134,7 @@ class UcxTransport:
         if (connection := self._connections.pop(incarnation, None)) is not None:
             connection.close()
 
-    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | DeviceBytes | None) -> bool:
         """Begins to send one piece; False if too much is under way. `payload` is kept and read until it was taken.
 
         Raises:

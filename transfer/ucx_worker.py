@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from kvrelay.device_memory import DeviceBytes, DeviceRoom
 from kvrelay.errors import WireError
 from kvrelay.transfer.scratch import Scratch
 
@@ -26,6 +27,7 @@ _VARIABLES = {
     "UCX_DEBUG_SIGNO": "0",
 }
 _SEGMENT = "1088k"  # a piece of 1 MiB and its header in one: several times faster than UCX's 8 KiB
+_CUDA = "cuda_copy/"  # UCX lists it only where it was built with CUDA, finds a GPU, and may use it
 _RDMA = Path("/sys/class/infiniband")
 _SIOCGIFADDR = 0x8915
 EVERY_ADDRESS = "0.0.0.0"
@@ -54,20 +56,22 @@ class Transfer:
     def check(self) -> None:
         """Raises WireError if it failed."""
         if self.done and self._request.status:
-            raise WireError(f"UCX could not move {memoryview(self.buffer).nbytes} bytes.")
+            raise WireError(f"UCX could not move {len(self.buffer)} bytes.")
 
 
 class UcxWorker:
-    """UCX, set up for the devices of one address."""
+    """UCX, set up for the network devices of one address. `on_device` says that it receives into `room`."""
 
-    def __init__(self, host: str, ports: range) -> None:
+    def __init__(self, host: str, ports: range, room: DeviceRoom | None = None) -> None:
         """Listens at the network device that has the address `host`, at every one for 0.0.0.0.
+
+        `room` is on the device that has the KV, if one has.
 
         Raises:
             OSError: UCX cannot be used here, or (ENOPKG) is not installed; `strerror` says why.
         """
         self._ucx, self._array = _load()
-        options = _options(host, ports)
+        options = _options(host, ports, on_gpu=room is not None and room.is_cuda)
         try:
             features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
             self._context = self._ucx.UCXContext(options, features)
@@ -79,7 +83,14 @@ class UcxWorker:
         self.descriptor: int = self._worker.epoll_file_descriptor
         self._any = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
         self._scratch = Scratch()
+        self._room = room if room is not None and self._reaches(room) else None
+        self._has_entered = False
         self._abandoned: list[Transfer] = []
+
+    @property
+    def on_device(self) -> bool:
+        """Whether payload can come from a device and go to ours."""
+        return self._room is not None
 
     def is_quiet(self) -> bool:
         """True: nothing to do until `descriptor` can be read. False: call `progress`."""
@@ -87,6 +98,9 @@ class UcxWorker:
 
     def progress(self) -> None:
         """Does what can be done now."""
+        if self._room is not None and not self._has_entered:  # before UCX gets the first address of the device
+            self._room.enter()
+            self._has_entered = True
         self._worker.progress()
         self._abandoned = [each for each in self._abandoned if not each.done]
 
@@ -107,14 +121,14 @@ class UcxWorker:
         """Closes an endpoint at once, also one that failed; what was not sent is dropped."""
         endpoint.close_blocking()  # not `close`, which crashes when the endpoint has failed
 
-    def send(self, endpoint: Any, tag: int, payload: bytes | memoryview) -> Transfer:
+    def send(self, endpoint: Any, tag: int, payload: bytes | memoryview | DeviceBytes) -> Transfer:
         """Begins to send.
 
         Raises:
             WireError: the endpoint is over.
         """
         try:
-            return Transfer(endpoint.tag_send(self._array(payload), self._ucx.UCXXTag(tag)), payload)
+            return Transfer(endpoint.tag_send(self._seen(payload), self._ucx.UCXXTag(tag)), payload)
         except self._ucx.UCXError as error:
             raise WireError(f"UCX says: {error}.") from error
 
@@ -123,10 +137,14 @@ class UcxWorker:
         while probe := self._worker.tag_probe(*self._any, True):
             yield Message(probe.sender_tag.value, probe.length, probe)
 
-    def take(self, message: Message) -> Transfer:
-        """Begins to receive a message into memory of its own."""
-        buffer = self._scratch.take(message.num_bytes)
-        return Transfer(self._worker.tag_recv_with_handle(self._array(buffer), message.probe), buffer)
+    def take(self, message: Message, *, on_device: bool = False) -> Transfer:
+        """Begins to receive a message into memory of its own.
+
+        Raises:
+            WireError: there is no device here, or it has no room.
+        """
+        buffer = self._device_room(message.num_bytes) if on_device else self._scratch.take(message.num_bytes)
+        return Transfer(self._worker.tag_recv_with_handle(self._seen(buffer), message.probe), buffer)
 
     def abandon(self, transfer: Transfer) -> None:
         """Nobody waits for it any more; its buffer lives until UCX is done with it."""
@@ -138,6 +156,17 @@ class UcxWorker:
         self._worker.progress()
         del self._worker, self._context
         self._abandoned.clear()
+
+    def _device_room(self, num_bytes: int) -> DeviceBytes:
+        if self._room is None:
+            raise WireError("A payload was meant for a device, and there is none here.")
+        return self._room.take(num_bytes)
+
+    def _reaches(self, room: DeviceRoom) -> bool:
+        return not room.is_cuda or _CUDA in self._context.info
+
+    def _seen(self, buffer: bytes | memoryview | DeviceBytes) -> Any:
+        return self._array(buffer.exposed if isinstance(buffer, DeviceBytes) else buffer)
 
 
 def _load() -> tuple[ModuleType, Any]:
@@ -157,8 +186,11 @@ def has_rdma() -> bool:
     return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
-def _options(host: str, ports: range) -> Mapping[str, str]:
-    """Shared memory is left to the transport of that name: what UCX makes of it can outlive a killed process."""
+def _options(host: str, ports: range, *, on_gpu: bool) -> Mapping[str, str]:
+    """Shared memory is left to the transport of that name: what UCX makes of it can outlive a killed process.
+
+    That of GPUs is none of it; but from one GPU to another UCX copies only by the rendezvous protocol.
+    """
     options = {
         "TLS": "^sm",
         "TCP_CONN_NB": "y",
@@ -168,7 +200,7 @@ def _options(host: str, ports: range) -> Mapping[str, str]:
     }
     if others := _other_devices(host):
         options["NET_DEVICES"] = f"^{','.join(others)}"
-    if not has_rdma():
+    if not has_rdma() and not on_gpu:
         options["RNDV_THRESH"] = "inf"  # over TCP the rendezvous protocol only costs
     return options
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import zmq
 
 from kvrelay.channel import bind, parse_routing_id, routing_id
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import AddressInUse, WireError
 from kvrelay.logs import count_fault
 from kvrelay.mailbox import MemoryShared, PeerExited
@@ -113,13 +114,13 @@ class ZmqTransport:
         if dealer is not None:
             dealer.close(linger=0)
 
-    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | DeviceBytes | None) -> bool:
         """Queues one piece, without a copy of the payload; False if the queue is full or there is no connection yet.
 
         Raises:
             WireError: the peer has no such endpoint or a malformed one, or there is no payload.
         """
-        if payload is None:
+        if payload is None or isinstance(payload, DeviceBytes):
             raise WireError(f"A piece for {peer.name} has no payload that ZeroMQ could carry.")
         dealer = self._dealer(peer)
         try:

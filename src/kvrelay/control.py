@@ -16,6 +16,7 @@ from itertools import islice, takewhile
 import zmq
 
 from kvrelay.channel import Connection, Listener
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.mailbox import (
     FromGateway,
@@ -364,5 +365,5 @@ def _first_group(orders: deque[SendPayload]) -> list[SendPayload]:
     return list(takewhile(lambda order: order.payload is None, islice(orders, MAX_HEADERS)))
 
 
-def _parts(group: list[SendPayload]) -> tuple[Peer, bytes, bytes | None]:
+def _parts(group: list[SendPayload]) -> tuple[Peer, bytes, bytes | DeviceBytes | None]:
     return group[0].peer, b"".join(order.header for order in group), group[0].payload

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.messages import AnyMessage, Message, Peer, WorkerStatus
 from kvrelay.types import Incarnation
 
@@ -37,7 +38,7 @@ class PieceArrived:
 
     peer: Incarnation
     header: bytes
-    payload: bytes | memoryview | None
+    payload: bytes | memoryview | DeviceBytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class SendPayload:
 
     peer: Peer
     header: bytes
-    payload: bytes | None
+    payload: bytes | DeviceBytes | None
     deadline: float
 
 

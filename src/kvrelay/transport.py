@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import zmq
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.mailbox import MemoryShared, PeerExited
 from kvrelay.messages import Peer
 from kvrelay.types import Incarnation
@@ -20,7 +21,7 @@ class Arrived(NamedTuple):
 
     peer: Incarnation
     header: bytes
-    payload: bytes | memoryview | None
+    payload: bytes | memoryview | DeviceBytes | None
 
 
 class Transport(Protocol):
@@ -75,14 +76,14 @@ class Transport(Protocol):
         """Closes the connection to a process that is gone; what was not sent is dropped. Unknown ones are fine."""
         ...
 
-    def send(self, peer: Peer, header: bytes, payload: bytes | None) -> bool:
+    def send(self, peer: Peer, header: bytes, payload: bytes | DeviceBytes | None) -> bool:
         """Takes one piece, or with `payload` None the headers, at most `MAX_HEADERS`, of pieces that are there already.
 
         False: it would block, nothing was taken, try again later. What was taken may be read until the peer has it;
-        nobody has to wait for that, since `bytes` never change.
+        nobody has to wait for that, since payload never changes.
 
         Raises:
-            WireError: there is no way to this peer, or not any more.
+            WireError: there is no way to this peer, or not any more, or none for payload like this.
         """
         ...
 

@@ -84,12 +84,13 @@ def test_blocks_move_on_the_device_alone_and_memory_may_be_freed_at_once() -> No
     source, target = filled(6, 1), filled(6, 2)
     assert source.staged is not None
     assert target.staged is not None
-    packed = source.staged.gather(1, [5, 0])
+    packed, digest = source.staged.gather(range(1, 2), [5, 0])
+    assert target.staged.digest(packed) == digest
     keep_busy()  # so that the scatter is still to come when the memory is freed
-    target.staged.scatter(1, [2, 4], packed)
-    shape = packed.shape
+    target.staged.scatter(range(1, 2), [2, 4], packed)
+    num_bytes = len(packed)
     del packed
-    torch.full(shape, 0xA5, dtype=torch.uint8, device=CUDA)
+    torch.full((num_bytes,), 0xA5, dtype=torch.uint8, device=CUDA)
     assert torch.equal(target.tensor[1, [2, 4]], source.tensor[1, [5, 0]])
 
 

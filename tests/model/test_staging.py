@@ -8,7 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
+from kvrelay.kernels.digest import digest_bytes
 from kvrelay.model.staging import StagedMemory
 from kvrelay.model.streams import HostStreams
 from kvrelay.transfer.ports import Inlet, Outlet
@@ -17,13 +19,17 @@ from kvrelay.transfer.protocol.piece import unpack
 from tests.transfer.nouns import LAYOUT
 from tests.transfer.test_ports import BLOCK_IDS, GEOMETRY, TARGETS, content, memory, piece
 
-LAYERS, BLOCKS, BLOCK_BYTES = 2, 9, 30
+LAYERS, BLOCKS, BLOCK_BYTES = 2, 9, 28
 POISON = 0xA5
 
 
 def device_memory(seed: int, block_bytes: int = BLOCK_BYTES) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (LAYERS, BLOCKS, block_bytes), dtype=torch.uint8, generator=generator)
+
+
+def zeros(num_bytes: int) -> DeviceBytes:
+    return DeviceBytes(torch.zeros(num_bytes, dtype=torch.uint8))
 
 
 class LazyStreams(HostStreams):
@@ -128,10 +134,47 @@ def test_blocks_move_on_the_device_alone(block_ids: list[int]) -> None:
     source, target = device_memory(1), device_memory(2)
     expected = target.clone()
     expected[0, block_ids] = source[1, block_ids]
-    packed = StagedMemory(source, HostStreams()).gather(1, block_ids)
-    assert torch.equal(packed, source[1, block_ids])
-    StagedMemory(target, HostStreams()).scatter(0, block_ids, packed)
+    packed, digest = StagedMemory(source, HostStreams()).gather(range(1, 2), block_ids)
+    assert torch.equal(packed.tensor.view(-1, BLOCK_BYTES), source[1, block_ids])
+    there = StagedMemory(target, HostStreams())
+    assert there.digest(packed) == digest
+    there.scatter(range(1), block_ids, packed)
     assert torch.equal(target, expected)
+
+
+def test_blocks_of_several_layers_move_together() -> None:
+    source, target = device_memory(1), device_memory(2)
+    expected = target.clone()
+    expected[:, [2, 0, 7]] = source[:, [5, 0, 3]]
+    packed, _ = StagedMemory(source, HostStreams()).gather(range(LAYERS), [5, 0, 3])
+    StagedMemory(target, HostStreams()).scatter(range(LAYERS), [2, 0, 7], packed)
+    assert torch.equal(target, expected)
+
+
+def test_a_digest_is_told_as_it_is_sent_and_whoever_packed_it() -> None:
+    staged, expected = StagedMemory(device_memory(1), HostStreams()), torch.empty(1, dtype=torch.int64)
+    packed, digest = staged.gather(range(1), [4, 2])
+    digest_bytes(packed.tensor, expected)
+    assert digest == int(expected).to_bytes(8, "little", signed=True)
+    packed.tensor[3] ^= 4
+    assert staged.digest(packed) != digest
+
+
+def test_what_is_fetched_is_on_the_host() -> None:
+    packed, _ = StagedMemory(device_memory(1), HostStreams()).gather(range(1), [4, 2])
+    assert StagedMemory(device_memory(1), HostStreams()).fetch(packed) == packed.tensor.numpy().tobytes()
+
+
+def test_a_device_without_room_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = StagedMemory(device_memory(1), HostStreams()).room
+    assert len(room.take(1000)) == 1000
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(WireError, match="no room for 1000 bytes"):
+        room.take(1000)
 
 
 def test_a_piece_goes_from_device_to_device() -> None:
@@ -154,6 +197,14 @@ def test_a_piece_goes_from_a_device_into_memory_that_is_shared() -> None:
     assert content(there, TARGETS) == content(memory(10), BLOCK_IDS)
 
 
+def read_blocks(staged: StagedMemory, read: str, block_ids: list[int]) -> bytes:
+    """Of layer 0."""
+    if read == "views":
+        return bytes(staged.views(0, block_ids)[0])
+    packed, _ = staged.gather(range(1), block_ids)
+    return bytes(packed.tensor.numpy())
+
+
 @pytest.mark.parametrize("read", ["views", "gather"])
 def test_what_leaves_waits_for_its_layer_and_for_no_later_one(read: str) -> None:
     kv, streams, fresh = device_memory(1), LazyStreams(), device_memory(2)
@@ -161,8 +212,8 @@ def test_what_leaves_waits_for_its_layer_and_for_no_later_one(read: str) -> None
     for layer in range(LAYERS):
         streams.compute(partial(kv[layer].copy_, fresh[layer]))
         staged.computed(layer)
-    found = staged.views(0, [3, 1])[0] if read == "views" else staged.gather(0, [3, 1]).numpy()
-    assert bytes(found) == fresh[0, [3, 1]].numpy().tobytes()
+    found = read_blocks(staged, read, [3, 1])
+    assert found == fresh[0, [3, 1]].numpy().tobytes()
     assert torch.equal(kv[1], before[1])
     assert streams.events == ["host waits for copies 1"]
 
@@ -172,8 +223,7 @@ def test_what_leaves_waits_for_all_when_nobody_said_what_was_computed(read: str)
     kv, streams = device_memory(1), LazyStreams()
     streams.compute(lambda: kv.fill_(7))
     staged = StagedMemory(kv, streams)
-    found = staged.views(0, [3])[0] if read == "views" else staged.gather(0, [3]).numpy()
-    assert bytes(found) == bytes([7]) * BLOCK_BYTES
+    assert read_blocks(staged, read, [3]) == bytes([7]) * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("write", ["write", "scatter"])
@@ -185,19 +235,17 @@ def test_what_enters_waits_for_earlier_steps_and_later_ones_wait_for_it(write: s
     if write == "write":
         staged.write(0, [3, 1], packed.numpy().tobytes())
     else:
-        staged.scatter(0, [3, 1], packed)
+        staged.scatter(range(1), [3, 1], DeviceBytes(packed.view(-1)))
     assert torch.equal(seen[0], before)
     assert kv[0, [3, 1]].eq(7).all()
     assert streams.events[-1] == "computation waits for copies 1"
     assert "host waits for copies 1" not in streams.events
 
 
-def test_memory_that_is_scattered_may_be_freed_but_not_changed_before_the_mark() -> None:
+def test_memory_that_is_scattered_may_be_freed_at_once_and_the_host_waits_for_nothing() -> None:
     streams = LazyStreams()
-    StagedMemory(device_memory(1), streams).scatter(
-        0, [3], torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
-    ).synchronize()
-    assert streams.events == ["retained", "computation waits for copies 1", "host waits for copies 1"]
+    StagedMemory(device_memory(1), streams).scatter(range(1), [3], zeros(BLOCK_BYTES))
+    assert streams.events == ["retained", "computation waits for copies 1"]
 
 
 def test_a_buffer_is_used_again_when_its_copies_are_done() -> None:
@@ -225,11 +273,11 @@ def test_a_payload_larger_than_all_buffers_goes_through_them_in_turn() -> None:
 def test_buffers_take_what_they_may_and_never_more(budget: int) -> None:
     streams = LazyStreams()
     staged = StagedMemory(device_memory(1), streams, budget)
-    assert streams.buffer_bytes <= max(budget, 4 * BLOCK_BYTES)
+    assert streams.buffer_bytes <= max(budget, 4 * BLOCK_BYTES) + 8  # and a digest
     before = streams.buffer_bytes
     for _ in range(3):
         staged.write(1, range(BLOCKS), b"".join(staged.views(0, range(BLOCKS))))
-        staged.scatter(1, [2], staged.gather(0, [1]))
+        staged.scatter(range(1, 2), [2], staged.gather(range(1), [1])[0])
     assert streams.buffer_bytes == before
 
 
@@ -241,26 +289,19 @@ def test_a_payload_of_another_size_is_refused_and_changes_nothing(change: int) -
     with pytest.raises(WireError, match="were expected"):
         staged.write(0, [1, 2], bytes(2 * BLOCK_BYTES + change))
     with pytest.raises(WireError, match="were expected"):
-        staged.scatter(0, [1, 2], torch.zeros(2 * BLOCK_BYTES + change, dtype=torch.uint8))
+        staged.scatter(range(1), [1, 2], zeros(2 * BLOCK_BYTES + change))
     assert torch.equal(kv, before)
-
-
-def test_a_tensor_of_another_shape_is_refused_whatever_its_size() -> None:
-    with pytest.raises(ValueError, match="do not fit"):
-        StagedMemory(device_memory(1), HostStreams()).scatter(
-            0, [1, 2], torch.zeros(2 * BLOCK_BYTES, dtype=torch.uint8)
-        )
 
 
 @pytest.mark.parametrize(("layer", "block_id"), [(LAYERS, 0), (-1, 0), (0, BLOCKS), (0, -1)])
 def test_blocks_and_layers_that_do_not_exist_are_refused(layer: int, block_id: int) -> None:
     staged = StagedMemory(device_memory(1), HostStreams())
-    packed = torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8)
+    layers = range(layer, layer + 1)
     for call in (
         lambda: staged.views(layer, [block_id]),
-        lambda: staged.gather(layer, [block_id]),
+        lambda: staged.gather(layers, [block_id]),
         lambda: staged.write(layer, [block_id], bytes(BLOCK_BYTES)),
-        lambda: staged.scatter(layer, [block_id], packed),
+        lambda: staged.scatter(layers, [block_id], zeros(BLOCK_BYTES)),
     ):
         with pytest.raises(IndexError, match="exist"):
             call()

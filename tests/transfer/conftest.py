@@ -4,12 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.transfer.device_ends import DeviceEnds
 from tests.transfer.plane import End, Ends
 
 
 @pytest.fixture
 def ends(transport_kind: str) -> Iterator[Ends]:
-    made = Ends(transport_kind)
+    made = DeviceEnds() if transport_kind == "ucx of devices" else Ends(transport_kind)
     yield made
     made.close()
 

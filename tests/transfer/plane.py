@@ -92,17 +92,21 @@ class Ends:
         memory.buffer[:] = bytes((7 * incarnation + i) % 251 for i in range(251)) * (GEOMETRY.num_bytes // 251) + bytes(
             GEOMETRY.num_bytes % 251
         )
-        if self.kind == "shm":
-            shm = ShmTransport(memory, incarnation=incarnation)
-            end = End(incarnation, memory, shm, Outlet(memory, shm.shared), Inlet(memory, LAYOUT))
-        elif self.kind == "ucx":
-            ucx = UcxTransport("127.0.0.1", "0", incarnation=incarnation, max_queued=4)
-            end = End(incarnation, memory, ucx, Outlet(memory, lambda _: None), Inlet(memory, LAYOUT))
-        else:
-            carrier = ZmqTransport(self.context, "127.0.0.1", "0", incarnation=incarnation, max_queued=4)
-            end = End(incarnation, memory, carrier, Outlet(memory, lambda _: None), Inlet(memory, LAYOUT))
+        end = self.end(incarnation, memory)
         self.stack.callback(end.transport.close)
         return end
+
+    def end(self, incarnation: Incarnation, memory: BlockMemory) -> End:
+        """A worker with this memory."""
+        if self.kind == "shm":
+            shm = ShmTransport(memory, incarnation=incarnation)
+            return End(incarnation, memory, shm, Outlet(memory, shm.shared), Inlet(memory, LAYOUT))
+        carrier: Transport
+        if self.kind == "ucx":
+            carrier = UcxTransport("127.0.0.1", "0", incarnation=incarnation, max_queued=4)
+        else:
+            carrier = ZmqTransport(self.context, "127.0.0.1", "0", incarnation=incarnation, max_queued=4)
+        return End(incarnation, memory, carrier, Outlet(memory, lambda _: None), Inlet(memory, LAYOUT))
 
     def close(self) -> None:
         """Everything."""

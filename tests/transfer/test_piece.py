@@ -11,11 +11,14 @@ from kvrelay.messages import LeaseId
 from kvrelay.transfer.protocol.piece import (
     DTYPE_CODES,
     HEADER_BYTES,
+    DigestKind,
     PieceHeader,
     check_piece,
     is_intact,
+    is_intact_on_device,
     pack,
     pack_sealed,
+    pack_sealed_on_device,
     payload_bytes,
     seal,
     split,
@@ -43,6 +46,7 @@ def headers(draw: st.DrawFn) -> PieceHeader:
         payload_bytes=num_layers * num_blocks * 2 * num_heads * block_size * head_dim * itemsize,
         num_layers=num_layers,
         digest=draw(U64),
+        digest_kind=draw(st.sampled_from(DigestKind)),
     )
 
 
@@ -72,13 +76,13 @@ def test_random_bytes_are_a_wire_error_and_nothing_worse(frame: bytes) -> None:
 
 
 @settings(max_examples=300)
-@given(st.binary(min_size=HEADER_BYTES - 6, max_size=HEADER_BYTES - 6))
+@given(st.binary(min_size=HEADER_BYTES - 7, max_size=HEADER_BYTES - 7))
 def test_random_fields_behind_a_right_start_are_consistent_or_a_wire_error(rest: bytes) -> None:
     try:
-        header = unpack(b"KVRP\x02\x02" + rest)
+        header = unpack(b"KVRP\x03\x02\x01" + rest)
     except WireError:
         return
-    assert pack(header) == b"KVRP\x02\x02" + rest
+    assert pack(header) == b"KVRP\x03\x02\x01" + rest
 
 
 def test_every_flipped_bit_of_a_piece_is_noticed() -> None:
@@ -93,6 +97,29 @@ def test_every_flipped_bit_of_a_piece_is_noticed() -> None:
         except WireError:
             continue
         assert not is_intact(found, flipped[HEADER_BYTES:]), f"bit {bit}"
+
+
+def test_every_flipped_bit_of_a_piece_on_a_device_is_noticed() -> None:
+    header, payload = small_piece()
+    frame = pack_sealed_on_device(header, b"8 bytes.") + b"8 bytes."
+    found = unpack(frame[:HEADER_BYTES])
+    assert is_intact_on_device(found, len(payload), b"8 bytes.")
+    assert not is_intact_on_device(found, len(payload) - 1, b"8 bytes.")
+    for bit in range(8 * len(frame)):
+        flipped = bytearray(frame)
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            found = unpack(flipped[:HEADER_BYTES])
+        except WireError:
+            continue
+        assert not is_intact_on_device(found, len(payload), bytes(flipped[HEADER_BYTES:])), f"bit {bit}"
+
+
+def test_a_digest_is_taken_for_no_other_kind() -> None:
+    """Eight bytes of payload may be the digest of others."""
+    header = small_piece()[0]._replace(payload_bytes=8, num_layers=1, num_blocks=1)
+    assert not is_intact(unpack(pack_sealed_on_device(header, b"8 bytes.")), b"8 bytes.")
+    assert not is_intact_on_device(seal(header, b"8 bytes."), 8, b"8 bytes.")
 
 
 def test_a_truncated_or_padded_payload_is_not_intact() -> None:
@@ -133,14 +160,16 @@ def test_wrong_magic_version_dtype_and_length_are_named() -> None:
         unpack(frame[:4] + b"\x01" + frame[5:])
     with pytest.raises(WireError, match="dtype 9"):
         unpack(frame[:5] + b"\x09" + frame[6:])
+    with pytest.raises(WireError, match="digest 3"):
+        unpack(frame[:6] + b"\x03" + frame[7:])
     with pytest.raises(WireError, match=f"{HEADER_BYTES} bytes, not {HEADER_BYTES + 1}"):
         unpack(frame + b"\0")
 
 
 def test_the_header_is_what_its_docstring_says() -> None:
     header, _ = small_piece()
-    fields = struct.unpack("<4sBBQQQHHIIHHHQQ", pack(header))
-    assert fields == (b"KVRP", 2, 2, 7, 1, 9, 1, 3, 3, 2, 0, 1, 2, 96, header.digest)
+    fields = struct.unpack("<4sBBBQQQHHIIHHHQQ", pack(header))
+    assert fields == (b"KVRP", 3, 2, 1, 7, 1, 9, 1, 3, 3, 2, 0, 1, 2, 96, header.digest)
 
 
 def test_headers_that_lie_behind_each_other_are_told_apart_if_they_are_whole() -> None:

@@ -5,13 +5,14 @@ import random
 import pytest
 import zmq
 
+from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.messages import Peer
 from kvrelay.transfer.protocol.piece import unpack
 from tests.transfer.plane import NUM_BLOCKS, End, Ends, meet, receive, send
 
 
-@pytest.fixture(params=["zmq", "shm", "ucx"])
+@pytest.fixture(params=["zmq", "shm", "ucx", "ucx of devices"])
 def transport_kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -68,6 +69,8 @@ def test_a_byte_that_changed_on_the_way_is_noticed(sender: End, receiver: End) -
     (piece,) = receive(receiver, bool)
     if piece.payload is None:
         receiver.memory.views(0, (4,))[0][0] ^= 1
+    elif isinstance(piece.payload, DeviceBytes):
+        piece.payload.tensor[-1] ^= 1
     else:
         damaged = bytearray(piece.payload)
         damaged[-1] ^= 1

@@ -249,7 +249,8 @@ def test_a_hang_up_signal_still_ends_the_process() -> None:
 
 
 def test_tags_and_hellos_come_back_as_they_were() -> None:
-    assert split_tag(tag(2**32 - 1, 7)) == (2**32 - 1, 7)
+    assert split_tag(tag(2**32 - 1, 7)) == (2**32 - 1, 7, False)
+    assert split_tag(tag(1, 2**31 - 1, on_device=True)) == (1, 2**31 - 1, True)
     assert unpack_hello(pack_hello(2**64 - 1, 5)) == (2**64 - 1, 5)
 
 

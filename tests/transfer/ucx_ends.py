@@ -6,16 +6,18 @@ from collections.abc import Callable
 from kvrelay.errors import WireError
 from kvrelay.messages import Peer
 from kvrelay.transfer.ucx_frames import PROBE, TAKEN, Stream, Welcome, pack_hello, tag
-from kvrelay.transfer.ucx_transport import UcxTransport
+from kvrelay.transfer.ucx_transport import MAX_FRAME_BYTES, MAX_QUEUED_PIECES, UcxTransport
 from kvrelay.transfer.ucx_worker import UcxWorker
 from tests.transfer.plane import End, Ends, poll, tries
 
 STRANGER = 77
 
 
-def narrow(ends: Ends, like: End, **bounds: int) -> tuple[End, UcxTransport]:
+def narrow(
+    ends: Ends, like: End, max_frame_bytes: int = MAX_FRAME_BYTES, max_queued: int = MAX_QUEUED_PIECES
+) -> tuple[End, UcxTransport]:
     """One more end, with other bounds and another's memory."""
-    made = UcxTransport("127.0.0.1", "0", incarnation=9, **bounds)
+    made = UcxTransport("127.0.0.1", "0", incarnation=9, max_frame_bytes=max_frame_bytes, max_queued=max_queued)
     ends.stack.callback(made.close)
     return End(9, like.memory, made, like.outlet, like.inlet), made
 
@@ -87,9 +89,10 @@ class Stranger:
     def wait_for(self, check: Callable[[], bool]) -> None:
         wait_for(lambda: self._step() or check(), self._receiver)
 
-    def send(self, number: int, payload: bytes) -> None:
+    def send(self, number: int, payload: bytes, *, on_device: bool = False) -> None:
         """Until it is on its way."""
-        sent = self._worker.send(self._endpoint, tag(self._welcomes[0].connection, number), payload)
+        name = tag(self._welcomes[0].connection, number, on_device=on_device)
+        sent = self._worker.send(self._endpoint, name, payload)
         self.wait_for(lambda: sent.done)
 
     def _welcomed(self) -> bool:

@@ -4,15 +4,18 @@ A piece is a run of adjacent blocks, the same ones in each of some adjacent laye
 `[num_layers, num_blocks, 2, num_heads, block_size, head_dim]`. The header is little-endian without padding, the digest
 last:
 
-    magic 4s | version u8 | dtype u8 | lease incarnation u64 | lease counter u64 | sender u64 | layer u16
-    | num_layers u16 | first_block u32 | num_blocks u32 | head_start u16 | num_heads u16 | block_size u16
+    magic 4s | version u8 | dtype u8 | digest kind u8 | lease incarnation u64 | lease counter u64 | sender u64
+    | layer u16 | num_layers u16 | first_block u32 | num_blocks u32 | head_start u16 | num_heads u16 | block_size u16
     | payload_bytes u64 | digest u64
 
-The digest is XXH3 (64 bits; https://github.com/Cyan4973/xxHash) over the header before it and the payload.
+The digest is XXH3 (64 bits; https://github.com/Cyan4973/xxHash) over the header before it and the payload, or, as its
+kind says, over the header and the eight bytes of a digest of the payload that was made where it lies, on a device
+(`kernels/digest.py`).
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
+from enum import IntEnum
 from typing import NamedTuple
 
 import xxhash
@@ -23,8 +26,8 @@ from kvrelay.messages import LeaseId
 Payload = bytes | bytearray | memoryview
 
 MAGIC = b"KVRP"
-VERSION = 2
-_FIELDS = struct.Struct("<4sBBQQQHHIIHHHQ")
+VERSION = 3
+_FIELDS = struct.Struct("<4sBBBQQQHHIIHHHQ")
 _SIZE = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _DIGEST.size
@@ -32,6 +35,16 @@ HEADER_BYTES = _FIELDS.size + _DIGEST.size
 DTYPE_CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
 _DTYPES = {code: name for name, code in DTYPE_CODES.items()}
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class DigestKind(IntEnum):
+    """What of the payload goes into a piece's digest."""
+
+    CONTENT = 1
+    DEVICE_DIGEST = 2
+
+
+_DIGEST_KINDS = {int(kind): kind for kind in DigestKind}
 
 
 class PieceHeader(NamedTuple):
@@ -52,6 +65,7 @@ class PieceHeader(NamedTuple):
     payload_bytes: int
     num_layers: int = 1
     digest: int = 0
+    digest_kind: DigestKind = DigestKind.CONTENT
 
     @property
     def head_dim(self) -> int:
@@ -83,6 +97,7 @@ def _pack_fields(header: PieceHeader) -> bytes:
         MAGIC,
         VERSION,
         DTYPE_CODES[header.dtype],
+        header.digest_kind,
         *header.lease_id,
         header.sender,
         header.layer,
@@ -122,7 +137,19 @@ def pack_sealed(header: PieceHeader, parts: Iterable[Payload]) -> bytes:
 def is_intact(header: PieceHeader, *parts: Payload) -> bool:
     """True if neither a bit of the header nor of the payload differs from what was sealed."""
     size = sum(memoryview(part).nbytes for part in parts)
-    return size == header.payload_bytes and digest(header, *parts) == header.digest
+    fits = header.digest_kind is DigestKind.CONTENT and size == header.payload_bytes
+    return fits and digest(header, *parts) == header.digest
+
+
+def pack_sealed_on_device(header: PieceHeader, device_digest: bytes) -> bytes:
+    """As `pack_sealed`, for payload of which only a digest is known here."""
+    return pack_sealed(header._replace(digest_kind=DigestKind.DEVICE_DIGEST), [device_digest])
+
+
+def is_intact_on_device(header: PieceHeader, num_bytes: int, device_digest: bytes) -> bool:
+    """As `is_intact`, for payload of which only size and digest are known here."""
+    fits = header.digest_kind is DigestKind.DEVICE_DIGEST and num_bytes == header.payload_bytes
+    return fits and digest(header, device_digest) == header.digest
 
 
 def pack(header: PieceHeader) -> bytes:
@@ -134,17 +161,19 @@ def unpack(frame: Payload) -> PieceHeader:
     """Bytes to a header that is consistent in itself. Whether it fits a lease is the receiver's to say.
 
     Raises:
-        WireError: wrong length, magic or version, unknown dtype, an empty piece, or a payload size that does not
-            follow from blocks, heads and block size.
+        WireError: wrong length, magic or version, unknown dtype or digest, an empty piece, or a payload size that does
+            not follow from blocks, heads and block size.
     """
     size = memoryview(frame).nbytes
     if size != HEADER_BYTES:
         raise WireError(f"A piece header has {HEADER_BYTES} bytes, not {size}.")
-    magic, version, dtype, incarnation, counter, *rest = _FIELDS.unpack_from(frame)
+    magic, version, dtype, kind, incarnation, counter, *rest = _FIELDS.unpack_from(frame)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"A piece header starts with {MAGIC!r} and version {VERSION}, not {magic!r} and {version}.")
     if dtype not in _DTYPES:
         raise WireError(f"A piece header names dtype {dtype}; the known ones are {DTYPE_CODES}.")
+    if kind not in _DIGEST_KINDS:
+        raise WireError(f"A piece header names digest {kind}; the known ones are {list(_DIGEST_KINDS)}.")
     sender, layer, num_layers, first_block, num_blocks, head_start, num_heads, block_size, payload_bytes = rest
     header = PieceHeader(
         LeaseId(incarnation, counter),
@@ -159,6 +188,7 @@ def unpack(frame: Payload) -> PieceHeader:
         payload_bytes,
         num_layers,
         digest=_DIGEST.unpack_from(frame, _FIELDS.size)[0],
+        digest_kind=_DIGEST_KINDS[kind],
     )
     _check_size(header)
     return header
@@ -190,12 +220,12 @@ def _check_size(header: PieceHeader) -> None:
         )
 
 
-def check_piece(header: Payload, payload: Payload) -> None:
-    """Makes sure that a header is one and that its payload is complete.
+def check_piece(header: Payload, payload: Sized) -> None:
+    """Makes sure that a header is one and that its payload, of so many bytes as its length is, is complete.
 
     Raises:
         WireError: malformed, truncated or too long.
     """
-    expected, found = unpack(header).payload_bytes, memoryview(payload).nbytes
+    expected, found = unpack(header).payload_bytes, len(payload)
     if expected != found:
         raise WireError(f"A piece announces {expected} bytes of payload and brings {found}.")
