@@ -3,7 +3,8 @@
 A sender connects by TCP to the receiver's endpoint, learns there where UCX finds the receiver, and says on that
 connection which payload comes; UCX brings it as a message with a tag of its own. The TCP connection also tells, at
 once, when the other process has ended. Received payload lies in memory of its own until the compute thread has
-verified it, never in KV blocks: when a lease ends there is nothing to revoke.
+verified it, never in KV blocks: when a lease ends there is nothing to revoke. Where both have their KV on a device that
+UCX reaches, payload is read from one device and written to the other.
 """
 
 import os

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from kvrelay.block_memory import BlockMemory, Geometry
 from kvrelay.device_memory import DeviceBytes
 from kvrelay.errors import WireError
 from kvrelay.kernels.digest import digest_bytes
@@ -17,7 +18,7 @@ from kvrelay.transfer.ports import Inlet, Outlet
 from kvrelay.transfer.protocol.lease import Place
 from kvrelay.transfer.protocol.piece import unpack
 from tests.transfer.nouns import LAYOUT
-from tests.transfer.test_ports import BLOCK_IDS, GEOMETRY, TARGETS, content, memory, piece
+from tests.transfer.test_ports import BLOCK_IDS, TARGETS, content, memory, piece
 
 LAYERS, BLOCKS, BLOCK_BYTES = 2, 9, 28
 POISON = 0xA5
@@ -26,6 +27,12 @@ POISON = 0xA5
 def device_memory(seed: int, block_bytes: int = BLOCK_BYTES) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (LAYERS, BLOCKS, block_bytes), dtype=torch.uint8, generator=generator)
+
+
+def on_device(memory: BlockMemory) -> StagedMemory:
+    """The same memory, taken for a device's."""
+    content = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+    return StagedMemory(content.view(memory.geometry.num_layers, memory.geometry.num_blocks, -1), HostStreams())
 
 
 def zeros(num_bytes: int) -> DeviceBytes:
@@ -177,22 +184,54 @@ def test_a_device_without_room_is_a_wire_error(monkeypatch: pytest.MonkeyPatch) 
         room.take(1000)
 
 
-def test_a_piece_goes_from_device_to_device() -> None:
-    here, there = (torch.frombuffer(bytearray(memory(seed).buffer), dtype=torch.uint8) for seed in (10, 100))
-    shape = (GEOMETRY.num_layers, GEOMETRY.num_blocks, GEOMETRY.block_bytes)
-    header, payload = Outlet(StagedMemory(here.view(shape), HostStreams()), lambda _: None).take(piece(one_sided=False))
-    inlet = Inlet(StagedMemory(there.view(shape), HostStreams()), LAYOUT)
+def test_a_piece_goes_from_device_to_device_through_the_host() -> None:
+    there, expected = memory(100), memory(100)
+    header, payload = Outlet(on_device(memory(10)), lambda _: None).take(piece(one_sided=False))
     assert payload == content(memory(10), BLOCK_IDS)
+    assert Inlet(on_device(there), LAYOUT).land(unpack(header), Place(TARGETS), payload)
+    expected.write(1, TARGETS, payload)
+    assert bytes(there.buffer) == bytes(expected.buffer)
+
+
+def test_a_piece_that_stays_on_devices_is_written_once_its_digest_is_right() -> None:
+    here, there = on_device(memory(10)), memory(100)
+    inlet = Inlet(on_device(there), LAYOUT, on_device(there))
+    header, payload = Outlet(here, lambda _: None, lambda _: here).take(piece(one_sided=False))
+    assert isinstance(payload, DeviceBytes)
+    payload.tensor[-1] ^= 1
+    assert not inlet.land(unpack(header), Place(TARGETS), payload)
+    assert bytes(there.buffer) == bytes(memory(100).buffer)
+    payload.tensor[-1] ^= 1
     assert inlet.land(unpack(header), Place(TARGETS), payload)
     expected = memory(100)
-    expected.write(1, TARGETS, payload)
-    assert there.numpy().tobytes() == bytes(expected.buffer)
+    expected.write(1, TARGETS, content(memory(10), BLOCK_IDS))
+    assert bytes(there.buffer) == bytes(expected.buffer)
+
+
+def test_a_piece_on_a_device_is_converted_as_any_other() -> None:
+    layout = LAYOUT.model_copy(update={"block_size": 2 * LAYOUT.block_size})
+    geometry = Geometry(layout.num_layers, 4, layout.block_bytes)
+    by_host, by_device = BlockMemory.create(geometry), BlockMemory.create(geometry)
+    here, there, place = on_device(memory(10)), on_device(by_device), Place((2, 0), 2, is_end=True)
+    for outlet, inlet in (
+        (Outlet(here, lambda _: None), Inlet(by_host, layout)),
+        (Outlet(here, lambda _: None, lambda _: here), Inlet(there, layout, there)),
+    ):
+        header, payload = outlet.take(piece(one_sided=False))
+        assert inlet.land(unpack(header), place, payload)
+    assert bytes(by_device.buffer) == bytes(by_host.buffer) != bytes(geometry.num_bytes)
+
+
+def test_a_piece_on_a_device_is_nothing_to_a_worker_without_one() -> None:
+    here, there = on_device(memory(10)), memory(100)
+    header, payload = Outlet(here, lambda _: None, lambda _: here).take(piece(one_sided=False))
+    assert not Inlet(there, LAYOUT).land(unpack(header), Place(TARGETS), payload)
+    assert bytes(there.buffer) == bytes(memory(100).buffer)
 
 
 def test_a_piece_goes_from_a_device_into_memory_that_is_shared() -> None:
-    here, there = torch.frombuffer(bytearray(memory(10).buffer), dtype=torch.uint8), memory(100)
-    staged = StagedMemory(here.view(GEOMETRY.num_layers, GEOMETRY.num_blocks, -1), HostStreams())
-    _, payload = Outlet(staged, lambda _: there).take(piece(one_sided=True))
+    there = memory(100)
+    _, payload = Outlet(on_device(memory(10)), lambda _: there).take(piece(one_sided=True))
     assert payload is None
     assert content(there, TARGETS) == content(memory(10), BLOCK_IDS)
 

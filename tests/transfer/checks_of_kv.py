@@ -7,10 +7,19 @@ from kvrelay.messages import (
 )
 from kvrelay.prefixes import Prefixes, block_hash, root_hash
 from kvrelay.transfer.ports import Inlet, Outlet
-from kvrelay.transfer.protocol.piece import _check_size, check_piece, digest, is_intact, split, unpack
+from kvrelay.transfer.protocol.piece import (
+    _check_size,
+    check_piece,
+    digest,
+    is_intact,
+    is_intact_on_device,
+    split,
+    unpack,
+)
 from tests import test_blocks as blocks
 from tests import test_messages as messages
 from tests import test_prefixes as prefixes
+from tests.model import test_staging as staging
 from tests.transfer import test_piece as piece
 from tests.transfer import test_ports as ports
 from tests.transfer.cut import cut
@@ -23,6 +32,20 @@ CHECKS_OF_KV = [
     *cut(
         is_intact,
         ("digest(header, *parts) == header.digest", piece.test_every_flipped_bit_of_a_piece_is_noticed, "True"),
+        ("header.digest_kind is DigestKind.CONTENT and ", piece.test_a_digest_is_taken_for_no_other_kind),
+    ),
+    *cut(
+        is_intact_on_device,
+        (
+            "digest(header, device_digest) == header.digest",
+            piece.test_every_flipped_bit_of_a_piece_on_a_device_is_noticed,
+            "True",
+        ),
+        ("header.digest_kind is DigestKind.DEVICE_DIGEST and ", piece.test_a_digest_is_taken_for_no_other_kind),
+        (
+            " and num_bytes == header.payload_bytes",
+            piece.test_every_flipped_bit_of_a_piece_on_a_device_is_noticed,
+        ),
     ),
     *cut(
         digest,
@@ -34,6 +57,7 @@ CHECKS_OF_KV = [
         ("magic != MAGIC or ", piece.test_wrong_magic_version_dtype_and_length_are_named),
         (" or version != VERSION", piece.test_wrong_magic_version_dtype_and_length_are_named),
         ("dtype not in _DTYPES", piece.test_wrong_magic_version_dtype_and_length_are_named),
+        ("kind not in _DIGEST_KINDS", piece.test_wrong_magic_version_dtype_and_length_are_named),
         ("_check_size(header)", piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error, "pass"),
     ),
     *cut(
@@ -166,6 +190,15 @@ CHECKS_OF_KV = [
             "return is_intact(header, *chain.from_iterable(parts))",
             ports.test_a_wrong_digest_is_seen_wherever_the_payload_lies,
             "return True",
+        ),
+        ("self._device is not None and ", staging.test_a_piece_on_a_device_is_nothing_to_a_worker_without_one),
+    ),
+    *cut(
+        Inlet._land_on_device,
+        (
+            "if intact and ",
+            staging.test_a_piece_that_stays_on_devices_is_written_once_its_digest_is_right,
+            "if ",
         ),
     ),
 ]

@@ -31,6 +31,12 @@ class DeviceEnds(Ends):
         super().__init__("ucx", first_incarnation)
         self._device = torch.device(device)
 
+    def make(self) -> DeviceEnd:
+        """One more worker."""
+        made = super().make()
+        assert isinstance(made, DeviceEnd)
+        return made
+
     def end(self, incarnation: Incarnation, memory: BlockMemory) -> DeviceEnd:
         """A worker with this memory."""
         content = torch.frombuffer(memory.buffer, dtype=torch.uint8).to(self._device)

@@ -6,6 +6,7 @@ It prints `here` and its endpoint, and `moving` once pieces go.
 import sys
 
 from kvrelay.messages import Peer
+from tests.transfer.device_ends import DeviceEnds
 from tests.transfer.plane import NUM_BLOCKS, Ends, meet_peer, poll
 
 
@@ -42,11 +43,12 @@ def send(ends: Ends, peer: Peer) -> None:
 
 
 def main() -> None:
-    """`receive INCARNATION`, or `send INCARNATION PEER`."""
-    ends = Ends("ucx", int(sys.argv[2]))
-    if sys.argv[1] == "receive":
-        receive(ends)
-    send(ends, Peer.model_validate_json(sys.argv[3]))
+    """`receive INCARNATION`, or `send INCARNATION PEER [DEVICE]`, with its KV on a device."""
+    word, incarnation, *more = sys.argv[1:]
+    if word == "receive":
+        receive(Ends("ucx", int(incarnation)))
+    ends = DeviceEnds(more[1], int(incarnation)) if more[1:] else Ends("ucx", int(incarnation))
+    send(ends, Peer.model_validate_json(more[0]))
 
 
 if __name__ == "__main__":
