@@ -65,6 +65,16 @@ def test_a_gpu_check_without_a_gpu_fails_and_runs_nothing(venv: Path) -> None:
     assert "ran" not in done.stdout
 
 
+def test_what_args_say_wins_over_how_the_tests_are_shared(venv: Path) -> None:
+    (venv / ".installed-dev").touch()
+    (venv / "bin" / "pytest").write_text('#!/bin/sh\necho "$@"\n')
+    (venv / "bin" / "pytest").chmod(0o755)
+    command = ["make", "-s", "-C", str(ROOT), "--no-print-directory", f"VENV={venv}", "ARGS=-n 0 -k x", "test"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("-m not soak -n 2 ")
+    assert done.stdout.endswith(" -n 0 -k x\n")
+
+
 def test_an_installation_shows_what_is_fetched_and_that_it_installs() -> None:
     said = (
         "Obtaining file:///here\n  Installing build dependencies: started\n"
