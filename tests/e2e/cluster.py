@@ -18,6 +18,7 @@ import httpx
 
 T = TypeVar("T")
 READY_S = 90.0
+END_S = 60.0  # far more than promised: others may use the cores
 DEFAULT_POOLS = {"prefill": 1, "decode": 1, "both": 0}
 
 
@@ -139,9 +140,7 @@ def overlapping(
             wait_for(f"all workers, see {folder}", partial(_all_known, cluster, len(members[name])), READY_S)
         yield clusters
     finally:
-        for process in processes:
-            process.terminate()
-        codes = [process.wait(15) for process in processes]
+        codes = ended(processes)
     assert codes == [0] * len(processes)
 
 
@@ -159,6 +158,18 @@ def _start(folder: Path, name: str, options: Mapping[str, object]) -> "subproces
             stdin=subprocess.DEVNULL,
             env={key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")},
         )
+
+
+def ended(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
+    """The exit codes of processes that are asked to end; a failing test leaves none behind."""
+    for process in processes:
+        process.terminate()
+    try:
+        return [process.wait(END_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _argument(name: str, value: object) -> str:
@@ -180,7 +191,7 @@ def _ready(cluster: Cluster, num_workers: int) -> bool:
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(15)
+        process.wait(END_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

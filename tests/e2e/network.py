@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.cluster import Cluster, wait_for
+from tests.e2e.cluster import Cluster, ended, wait_for
 
 LINK = "cable"
 GATEWAY_PORT, HTTP_PORT = 5700, 8000
@@ -153,7 +153,5 @@ def cluster_of(
             wait_for(f"two usable workers, see {folder}", lambda: cluster.usable() == 2, 60)
             yield cluster
     finally:
-        for process in processes:
-            process.terminate()
-        codes = [process.wait(15) for process in processes]
+        codes = ended(processes)
     assert codes == [0] * len(processes)

@@ -21,7 +21,7 @@ BITS_PER_S = 4_000_000
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, head_dim, float32
 PROMPT_TOKENS = 300  # 0.46 s each on the cable
 MAX_TOKENS = 12
-LEASE_S = 5.0
+LEASE_S = 8.0
 END_S = 60.0
 CLEAR_ERRORS = {"", "worker_lost", "no_workers", "hand_over_failed"}
 

@@ -26,7 +26,7 @@ from kvrelay.messages import (
     WorkerStatus,
 )
 from kvrelay.types import Incarnation, SamplingParams
-from tests.e2e.cluster import wait_for
+from tests.e2e.cluster import ended, wait_for
 
 GATEWAY: Incarnation = 77
 M = TypeVar("M", bound=Message)
@@ -160,9 +160,7 @@ def wire_gateway(folder: Path, model: Path, **roles: dict[str, object]) -> Itera
         wait_for("all workers", lambda: gateway.hear() == len(roles), 60)
         yield gateway
     finally:
-        for process in processes:
-            process.terminate()
-        codes = [process.wait(15) for process in processes]
+        codes = ended(processes)
         gateway.listener.close()
         context.destroy(linger=0)
     assert codes == [0] * len(codes)

@@ -119,7 +119,7 @@ def test_half_a_surrogate_pair_is_refused(smollm2: Tokenizer) -> None:
 def test_megabytes_in_one_word_are_encoded_in_time_while_other_threads_run(smollm2: Tokenizer) -> None:
     thread = threading.Thread(target=smollm2.encode, args=("a" * 4_000_000,), daemon=True)
     begin = last = time.monotonic()
-    longest_wait_s = 0.0
+    cpu_s, longest_wait_s = -time.process_time(), 0.0
     thread.start()
     running = True
     while running:
@@ -127,9 +127,9 @@ def test_megabytes_in_one_word_are_encoded_in_time_while_other_threads_run(smoll
         time.sleep(0.001)
         now = time.monotonic()
         longest_wait_s, last = max(longest_wait_s, now - last), now
-    took_s = last - begin
-    assert took_s < 30
-    assert longest_wait_s < took_s / 2
+    cpu_s += time.process_time()
+    assert cpu_s < 30  # others may use the cores too
+    assert longest_wait_s < (last - begin) / 2
 
 
 def test_pre_tokenizers_cut_as_llama_cpp_does() -> None:
