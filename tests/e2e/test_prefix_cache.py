@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from tests.tiny_model import VOCAB, write_tiny_model
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 8
-HEARTBEAT_S = 0.1
-SETTINGS: dict[str, object] = {"dtype": "float32", "heartbeat_s": HEARTBEAT_S}
+SETTINGS: dict[str, object] = {"dtype": "float32", "heartbeat_s": 0.1}
 ARMS: dict[str, dict[str, int]] = {"1P1D": {"prefill": 1, "decode": 1}, "both": {"prefill": 0, "decode": 0, "both": 1}}
 
 
@@ -81,19 +80,31 @@ def uncached(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list
     return answers
 
 
+def beaten(cluster: Cluster) -> None:
+    """Returns after every worker has been heard again."""
+    begin = time.monotonic()
+
+    def heard() -> bool:
+        since_s = time.monotonic() - begin
+        return all(worker["heartbeat_age_s"] < since_s for worker in cluster.workers())
+
+    wait_for("a heartbeat of every worker", heard)
+
+
 def counted(cluster: Cluster, event: str, role: str | None = None) -> int:
-    """What workers counted, as soon as two heartbeats have said the same."""
+    """What workers counted, as soon as it stays the same while they are heard again and again."""
 
     def told() -> int:
+        beaten(cluster)
         return sum(worker["counters"].get(event, 0) for worker in cluster.workers(role))
 
-    def twice() -> bool:
-        first = told()
-        time.sleep(5 * HEARTBEAT_S)
-        return told() == first
+    return wait_for(f"a steady count of {event}", lambda: same(told() for _ in range(4)))[0]
 
-    wait_for(f"a steady count of {event}", twice)
-    return told()
+
+def same(counts: Iterable[int]) -> list[int]:
+    """The count if all are one, else nothing."""
+    found = set(counts)
+    return list(found) if len(found) == 1 else []
 
 
 def test_the_same_prompt_twice_is_computed_once(cluster: Cluster) -> None:
