@@ -3,16 +3,16 @@
 The bits of a row's products depend on that row alone: not on other rows, and not on the number of threads.
 """
 
-import ctypes
-
 import torch
 
 from kvrelay.kernels.linear_packing import Form, PackedWeights, unpack_floats, unpack_grouped
 from kvrelay.kernels.native_library import NativeLibrary
-from kvrelay.kernels.quantized_rows import check_rows, quantize_rows_plain
+from kvrelay.kernels.quantized_rows import GROUP, check_rows, quantize_rows_plain
 
 # As `kernels/native/linear.h` numbers them.
 FORM_NUMBERS = {form: number for number, form in enumerate((Form.INT4, Form.INT8, Form.BF16, Form.FP32))}
+
+_WORKSPACE_FLOATS = 16  # for each row and group of columns: kWorkspaceBytes
 
 
 class LinearKernels:
@@ -21,7 +21,6 @@ class LinearKernels:
     def __init__(self, native: NativeLibrary, num_threads: int) -> None:
         self.num_threads = num_threads
         self._linear = native.function("kvrelay_linear", "ipiippiippi")
-        self._workspace_bytes = native.function("kvrelay_linear_workspace_bytes", "iiip")
 
     def __call__(
         self,
@@ -37,10 +36,9 @@ class LinearKernels:
         """
         check_linear(x, weights, bias, add_to)
         out = torch.empty(len(x), weights.outputs) if add_to is None else add_to
-        number = FORM_NUMBERS[weights.form]
-        workspace = self._workspace(number, x)
+        workspace = torch.empty(len(x) * -(-weights.columns // GROUP) * _WORKSPACE_FLOATS)
         self._linear(
-            number,
+            FORM_NUMBERS[weights.form],
             x.data_ptr(),
             *x.shape,
             weights.tiles.data_ptr(),
@@ -52,11 +50,6 @@ class LinearKernels:
             self.num_threads,
         )
         return out
-
-    def _workspace(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        num_bytes = ctypes.c_int64()
-        self._workspace_bytes(number, *x.shape, ctypes.byref(num_bytes))
-        return torch.empty(num_bytes.value, dtype=torch.uint8)
 
 
 def linear_plain(

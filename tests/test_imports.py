@@ -25,12 +25,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench": (),
     "deploy": (),
 }
-# Measures the hand-over itself, which cannot be seen from outside through HTTP.
-EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.transfer": ("transfer",)}
+# Measure the hand-over and the kernels themselves, which cannot be seen from outside through HTTP.
+EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.transfer": ("transfer",), "bench.kernels": ("kernels",)}
 # The command line starts processes: it imports their entry points, inside the command that runs them.
 ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker")
 TORCH_FREE = ("gateway", "planner", "bench", "transfer.protocol", "prefill.scheduler", "decode.scheduler")
-OTHER_SYSTEMS = ("bench.versus_transformers",)  # runs the system that KVRelay is compared with
+NEED_TORCH = ("bench.kernels", "bench.versus_transformers")  # measure what is torch's, or is compared with it
 BANNED_NAMES = {"utils", "util", "common", "core", "base", "helper", "helpers", "manager", "managers"}
 
 
@@ -128,7 +128,7 @@ def test_transfer_uses_kernels_in_its_transports_only() -> None:
 @pytest.mark.parametrize("name", sorted(name for name in MODULES if within(name, TORCH_FREE) or not package_of(name)))
 def test_the_pure_parts_load_without_torch(name: str) -> None:
     """The gateway, the planner, the schedulers and the protocol run, and are tested, where no torch is."""
-    if name not in OTHER_SYSTEMS:
+    if name not in NEED_TORCH:
         path = path_to_torch(name, seen=set())
         assert not path, f"{' -> '.join(path)} -> torch"
 

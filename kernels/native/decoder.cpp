@@ -35,20 +35,15 @@ struct Scratch {
   void* workspace;  // of linear layers
 };
 
-int64_t workspace_of(const Matrix& matrix, int64_t rows) { return workspace_bytes(matrix.form, rows, matrix.columns); }
-
 Scratch carve(const DecoderLayer& layer, int64_t rows, Parts& parts) {
   const Matrix* all[] = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
-  int64_t columns = 0, workspace = 0;
-  for (const Matrix* matrix : all) {
-    columns = std::max(columns, matrix->columns);
-    workspace = std::max(workspace, workspace_of(*matrix, rows));
-  }
+  int64_t columns = 0;
+  for (const Matrix* matrix : all) columns = std::max(columns, matrix->columns);
   Scratch scratch;
   scratch.wide = parts.floats(rows * std::max(layer.qkv.outputs, layer.gate_up.outputs));
   scratch.narrow = parts.floats(rows * columns);
   scratch.query = parts.floats(rows * layer.output.columns);
-  scratch.workspace = parts.take(workspace);
+  scratch.workspace = parts.take(rows * num_groups(columns) * kWorkspaceBytes);
   return scratch;
 }
 

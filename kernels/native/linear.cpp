@@ -15,17 +15,6 @@ QuantizedRows quantized_in(void* workspace, int64_t rows, int64_t columns) {
 
 }  // namespace
 
-int64_t workspace_bytes(Form form, int64_t rows, int64_t columns) {
-  switch (form) {
-    case Form::kBf16:
-      return rows * ((columns + 1) / 2) * 4;
-    case Form::kFp32:
-      return 0;
-    default:
-      return rows * num_groups(columns) * (kGroup + 12);
-  }
-}
-
 void linear(Form form, const float* x, int64_t rows, int64_t columns, const void* weights, Outputs to, void* workspace,
             int64_t threads) {
   if (form == Form::kFp32) return linear_fp32(x, rows, columns, static_cast<const float*>(weights), to, threads);
@@ -47,8 +36,4 @@ KVRELAY_ENTRY void kvrelay_linear(int64_t form, const float* x, int64_t rows, in
                                   int64_t threads) {
   kvrelay::linear(static_cast<kvrelay::Form>(form), x, rows, columns, weights, {values, bias, outputs, add != 0},
                   workspace, threads);
-}
-
-KVRELAY_ENTRY void kvrelay_linear_workspace_bytes(int64_t form, int64_t rows, int64_t columns, int64_t* bytes) {
-  *bytes = kvrelay::workspace_bytes(static_cast<kvrelay::Form>(form), rows, columns);
 }

@@ -34,9 +34,13 @@ void linear_fp32(const float* x, int64_t rows, int64_t columns, const float* wei
 
 enum class Form : int64_t { kInt4, kInt8, kBf16, kFp32 };
 
-// A whole layer: x is [rows, columns], finite, and is quantised or rounded into the workspace first.
+// A whole layer: x is [rows, columns], finite, and is quantised or rounded into the workspace first, which has
+// kWorkspaceBytes for each row and group of columns.
 void linear(Form form, const float* x, int64_t rows, int64_t columns, const void* weights, Outputs to, void* workspace,
             int64_t threads);
-int64_t workspace_bytes(Form form, int64_t rows, int64_t columns);
+
+constexpr int64_t kWorkspaceBytes = 64;
+static_assert(kWorkspaceBytes >= kGroup * static_cast<int64_t>(sizeof(uint16_t)), "as bfloat16");
+static_assert(kWorkspaceBytes >= kGroup + 2 * static_cast<int64_t>(sizeof(float)) + 4, "as QuantizedRows");
 
 }  // namespace kvrelay
