@@ -12,7 +12,8 @@ from kvrelay.kernels.quantized_rows import GROUP, check_rows, quantize_rows_plai
 # As `kernels/native/linear.h` numbers them.
 FORM_NUMBERS = {form: number for number, form in enumerate((Form.INT4, Form.INT8, Form.BF16, Form.FP32))}
 
-_WORKSPACE_FLOATS = 16  # for each row and group of columns: kWorkspaceBytes
+_BLOCK_ROWS = 16
+_WORKSPACE_FLOATS = 16 * _BLOCK_ROWS  # for each block of rows and group of columns: kWorkspaceBytes
 
 
 class LinearKernels:
@@ -36,7 +37,7 @@ class LinearKernels:
         """
         check_linear(x, weights, bias, add_to)
         out = torch.empty(len(x), weights.outputs) if add_to is None else add_to
-        workspace = torch.empty(len(x) * -(-weights.columns // GROUP) * _WORKSPACE_FLOATS)
+        workspace = torch.empty(-(-len(x) // _BLOCK_ROWS), -(-weights.columns // GROUP), _WORKSPACE_FLOATS)
         self._linear(
             FORM_NUMBERS[weights.form],
             x.data_ptr(),

@@ -7,6 +7,7 @@ _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _VNNI = (*_AVX512, "avx512_vnni")
 _BF16 = (*_VNNI, "avx512_bf16")
+_AMX = (*_BF16, "amx_tile", "amx_int8", "amx_bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +19,12 @@ class Level:
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """For gcc and clang, which call the same flags `-mavx512vnni` and `-mavx512bf16`."""
-        return tuple(f"-m{flag.replace('_', '')}" for flag in self.cpu_flags)
+        """For gcc and clang, which spell the same flags `-mavx512vnni` and `-mamx-int8`."""
+        return tuple(f"-m{flag.replace('amx_', 'amx-').replace('_', '')}" for flag in self.cpu_flags)
 
 
 LEVELS = (
+    Level("amx", _AMX),
     Level("avx512bf16", _BF16),
     Level("avx512vnni", _VNNI),
     Level("avx512", _AVX512),

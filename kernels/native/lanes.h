@@ -55,7 +55,9 @@ inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints round_to_ints(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }  // ties to even
 inline void store_as_bytes(int8_t* to, Ints a) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(a.v)); }
+inline Ints load_ints(const int32_t* x) { return {_mm512_loadu_si512(x)}; }
 inline Bytes load_bytes(const void* x) { return {_mm512_loadu_si512(x)}; }
+inline void store_bytes(uint8_t* to, Bytes x) { _mm512_storeu_si512(to, x.v); }
 inline Bytes low_nibbles(Bytes a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 inline Bytes high_nibbles(Bytes a) { return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))}; }
 
@@ -147,7 +149,12 @@ inline void store_as_bytes(int8_t* to, Ints a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.v[0], a.v[1]), 0xd8);
   _mm_storeu_si128((__m128i*)to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+inline Ints load_ints(const int32_t* x) { return {half_of(x, 0), half_of(x, 1)}; }
 inline Bytes load_bytes(const void* x) { return {half_of(x, 0), half_of(x, 1)}; }
+inline void store_bytes(uint8_t* to, Bytes x) {
+  _mm256_storeu_si256((__m256i*)to, x.v[0]);
+  _mm256_storeu_si256((__m256i*)to + 1, x.v[1]);
+}
 inline Bytes low_nibbles(Bytes a) {
   const __m256i mask = _mm256_set1_epi8(15);
   return {_mm256_and_si256(a.v[0], mask), _mm256_and_si256(a.v[1], mask)};
@@ -267,7 +274,9 @@ inline Ints round_to_ints(Floats a) {  // magnitudes below 2^22: to the sum with
 inline void store_as_bytes(int8_t* to, Ints a) {
   for (int64_t i = 0; i < kLanes; i++) to[i] = static_cast<int8_t>(a.v[i / 4][i % 4]);
 }
+inline Ints load_ints(const int32_t* x) { return loaded<Ints>(x); }
 inline Bytes load_bytes(const void* x) { return loaded<Bytes>(x); }
+inline void store_bytes(uint8_t* to, Bytes x) { std::memcpy(to, &x, sizeof x); }
 inline Bytes low_nibbles(Bytes a) {
   return each<Bytes>([&](int i) { return a.v[i] & 0x0f0f0f0fu; });
 }

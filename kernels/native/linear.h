@@ -25,7 +25,8 @@ void linear_int4(QuantizedRows x, int64_t rows, int64_t columns, const uint8_t* 
 // j] column 4 * i + j; then twice 16 scales in float16. w = scale * (code - 128).
 void linear_int8(QuantizedRows x, int64_t rows, int64_t columns, const uint8_t* weights, Outputs to, int64_t threads);
 
-// bf16: for each pair of columns 16 x 2 weights. x is [rows, pairs * 2], rounded to bfloat16 too.
+// bf16: for each pair of columns 16 x 2 weights. x is [rows, groups * kGroup], rounded to bfloat16 and filled up with
+// zeros; up to a multiple of 16 rows are read, though nothing comes of those beyond.
 void linear_bf16(const uint16_t* x, int64_t rows, int64_t columns, const uint16_t* weights, Outputs to,
                  int64_t threads);
 
@@ -35,7 +36,7 @@ void linear_fp32(const float* x, int64_t rows, int64_t columns, const float* wei
 enum class Form : int64_t { kInt4, kInt8, kBf16, kFp32 };
 
 // A whole layer: x is [rows, columns], finite, and is quantised or rounded into the workspace first, which has
-// kWorkspaceBytes for each row and group of columns.
+// kWorkspaceBytes for each row, of a multiple of 16 rows, and group of columns.
 void linear(Form form, const float* x, int64_t rows, int64_t columns, const void* weights, Outputs to, void* workspace,
             int64_t threads);
 

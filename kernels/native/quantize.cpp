@@ -38,12 +38,12 @@ void quantize_rows(const float* x, int64_t rows, int64_t columns, QuantizedRows 
 }
 
 void round_rows(const float* x, int64_t rows, int64_t columns, uint16_t* to, int64_t threads) {
-  const int64_t width = (columns + 1) / 2 * 2;
+  const int64_t width = num_groups(columns) * kGroup;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < rows; row++) {
     const float* from = x + row * columns;
     uint16_t* place = to + row * width;
-    place[width - 1] = 0;
+    std::memset(place + columns, 0, static_cast<size_t>(width - columns) * 2);
     for (int64_t i = 0; i < columns; i++) {
       uint32_t bits;
       std::memcpy(&bits, from + i, 4);

@@ -20,7 +20,7 @@ inline int64_t num_groups(int64_t columns) { return (columns + kGroup - 1) / kGr
 // x is [rows, columns], finite. Every group is rounded by itself, to the nearest, ties to even.
 void quantize_rows(const float* x, int64_t rows, int64_t columns, QuantizedRows to, int64_t threads);
 
-// To bfloat16, the nearest, ties to even; columns are filled up to an even number with a zero. x is finite.
+// To bfloat16, the nearest, ties to even: [rows, groups * kGroup], filled up with zeros. x is finite.
 void round_rows(const float* x, int64_t rows, int64_t columns, uint16_t* to, int64_t threads);
 
 }  // namespace kvrelay

@@ -116,6 +116,8 @@ def test_an_error_of_the_compiler_is_named(tmp_path: Path, sources: Path, caplog
         ("avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_vnni", "avx512vnni"),
         ("avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_vnni avx512_bf16", "avx512bf16"),
         ("avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_bf16", "avx512"),
+        ("avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8", "avx512bf16"),
+        ("avx2 fma f16c avx512f avx512dq avx512bw avx512vl avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", "amx"),
     ],
 )
 def test_the_level_is_the_best_that_the_processor_has(tmp_path: Path, cpu_flags: str, best: str) -> None:
