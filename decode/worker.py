@@ -35,7 +35,7 @@ from kvrelay.transfer.ports import Inlet
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
 from kvrelay.transfer.protocol.piece import unpack
 from kvrelay.transfer.protocol.receiver import KVReceiver
-from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
+from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, SampledToken, Sequence
 from kvrelay.worker import Worker, WorkerContext
 
 
@@ -68,14 +68,14 @@ class DecodeWorker(Worker):
         self._do(self._receiver.grant(max_blocks, max_sequences - self._receiver.num_leases, self._clock()))
         return self._scheduler.schedule()
 
-    def compute(self, batch: Batch) -> list[int | None]:
+    def compute(self, batch: Batch) -> list[SampledToken | None]:
         """One forward pass, without a look at messages: a step is short."""
         layers = self._runner.run(batch)
         while True:
             try:
                 next(layers)
             except StopIteration as result:
-                sampled: list[int | None] = result.value
+                sampled: list[SampledToken | None] = result.value
                 return sampled
 
     def complete(self, batch: Batch, sampled: list[int | None]) -> None:

@@ -155,10 +155,13 @@ class Flight:
         """False for a token that this worker cannot have made: a first worker that does not decode makes one.
 
         Nor can the whole prompt have been cached, since its last token was computed, nor a part of it with a later one.
+        Logprobs come exactly if they were asked for, and no more than that.
         """
         within = output.sample < len(self.samples) and output.index < self.submission.params.max_tokens
         countable = output.cached_tokens < (1 if output.index else self._num_prompt_tokens)
-        return within and countable and (output.index == 0 or self.may_decode(peer))
+        num_asked, told = self.submission.params.logprobs, output.logprobs
+        asked = told is None if num_asked is None else told is not None and len(told.top) <= num_asked
+        return within and countable and asked and (output.index == 0 or self.may_decode(peer))
 
     def decodes_at(self, peer: Incarnation, ask_at: float) -> None:
         """The holder is known; from `ask_at` on its silence is noticed."""

@@ -11,7 +11,7 @@ from kvrelay.gateway.detokenizer import Detokenizer
 from kvrelay.gateway.stop import StopMatcher
 from kvrelay.gateway.tokenizer import Tokenizer
 from kvrelay.messages import TokenOutput
-from kvrelay.types import FinishReason
+from kvrelay.types import FinishReason, TokenLogprobs
 
 MAX_TAKEN = 64  # so that what is written at once stays small, however far behind a client is
 
@@ -21,13 +21,14 @@ class Token(NamedTuple):
 
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 class Generation:
     """The mailbox between the workers' tokens and one client.
 
-    What waits here is bounded by the request's `max_tokens`, at a few dozen bytes each; a client that does not read
-    is cancelled.
+    What waits here is bounded by the request's `max_tokens`, at a few dozen bytes each, and for each logprob about a
+    hundred more; a client that does not read is cancelled.
     """
 
     def __init__(self, request_id: str, prompt_token_ids: tuple[int, ...], timeline: RequestTimeline) -> None:
@@ -44,7 +45,7 @@ class Generation:
     def put(self, outputs: Sequence[TokenOutput]) -> None:
         """Tokens came; the first of a sample says how much of the prompt was cached."""
         self.cached_tokens = max([self.cached_tokens, *(output.cached_tokens for output in outputs)])
-        self._tokens.extend(Token(output.token_id, output.finish_reason) for output in outputs)
+        self._tokens.extend(Token(output.token_id, output.finish_reason, output.logprobs) for output in outputs)
         self._news.set()
 
     def end(self, error: RequestError | None) -> None:
@@ -67,11 +68,16 @@ class Generation:
 
 
 class Piece(NamedTuple):
-    """What one token adds to an answer. `text` may be empty, while a character or a stop string is incomplete."""
+    """What one token adds to an answer. `text` may be empty, while a character or a stop string is incomplete.
+
+    The token's own text begins at character `offset` of the answer: with a part of a character, where that begins.
+    """
 
     text: str
     token_id: int
     finish_reason: FinishReason | None
+    offset: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 class AnswerText:
@@ -82,6 +88,7 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer, prompt_token_ids)
         self._matcher = StopMatcher(stop)
         self.num_tokens = 0
+        self._num_characters = 0  # that are complete, those held back for a stop string too
         self.finish_reason: FinishReason | None = None
 
     def push(self, token: Token) -> Piece:
@@ -93,11 +100,13 @@ class AnswerText:
         if self.finish_reason is not None:
             raise ValueError("The answer has ended; no token can follow.")
         self.num_tokens += 1
+        offset = self._num_characters
         text = "" if token.finish_reason is FinishReason.STOP else self._detokenizer.push([token.token_id])
         if token.finish_reason is not None:
             text += self._detokenizer.flush()
+        self._num_characters += len(text)
         text, matched = self._matcher.push(text)
         self.finish_reason = FinishReason.STOP if matched else token.finish_reason
         if token.finish_reason is not None:
             text += self._matcher.flush()
-        return Piece(text, token.token_id, self.finish_reason)
+        return Piece(text, token.token_id, self.finish_reason, offset, token.logprobs)

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.gateway import unsupported
-from kvrelay.types import SamplingParams, TokenId
+from kvrelay.types import MAX_LOGPROBS, SamplingParams, TokenId
 
 MAX_STOP = 16
 MAX_MESSAGES = 10_000  # and parts of one: each costs time before its text is looked at
@@ -47,6 +47,11 @@ def _one_prompt(value: object) -> object:
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+def _unless_false(value: object) -> object:
+    """As in a chat, false asks for none; 0 asks for those of the generated tokens."""
+    return None if value is False else value
 
 
 def _not_empty(value: str | list[Any]) -> str | list[Any]:
@@ -113,7 +118,8 @@ class RequestBody(_Strict):
     """What both ways of asking have in common. `max_tokens` None means as many as fit.
 
     `cache_salt` is vLLM's: requests with different ones share no cached KV, so that the time of an answer tells nobody
-    whether others have asked the same.
+    whether others have asked the same. So are `return_token_ids` and `return_tokens_as_token_ids`, by which logprobs
+    name tokens as `token_id:5`.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]]
@@ -135,7 +141,13 @@ class RequestBody(_Strict):
     user: str | None = None
     safety_identifier: str | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     cache_salt: str = Field("", max_length=256)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told beside each generated one with its logprob; None for neither."""
+        raise NotImplementedError
 
     @property
     def include_usage(self) -> bool:
@@ -153,6 +165,7 @@ class RequestBody(_Strict):
             min_p=self.min_p,
             seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
             ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs,
         )
 
 
@@ -164,6 +177,13 @@ class ChatBody(RequestBody):
     default_max_tokens = None
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See RequestBody."""
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionBody(RequestBody):
@@ -174,6 +194,12 @@ class CompletionBody(RequestBody):
     default_max_tokens = 16
 
     prompt: Prompt
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(_unless_false)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See RequestBody."""
+        return self.logprobs
 
 
 B = TypeVar("B", bound=RequestBody)
@@ -241,6 +267,8 @@ def _look_into_message(message: object, prefix: str) -> int:
 
 
 def _check_together(body: RequestBody) -> None:
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs is for logprobs; set logprobs to true too.", param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is for streams only; set stream too.", param="stream_options")
     both = (body.max_tokens, body.max_completion_tokens)

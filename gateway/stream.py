@@ -11,6 +11,7 @@ from kvrelay.errors import ClientGone, InternalError, RequestError, UnknownModel
 from kvrelay.gateway.answers import DONE, AnswerShape, error_body, event, to_json
 from kvrelay.gateway.body import read_body
 from kvrelay.gateway.generation import AnswerText, Generation, Piece
+from kvrelay.gateway.logprobs import LogprobsShape
 from kvrelay.gateway.openai_api import ChatBody, CompletionBody, RequestBody
 from kvrelay.gateway.parsing import BodyParser
 from kvrelay.gateway.prompts import PromptEncoder
@@ -155,6 +156,12 @@ class Answer(Response):
             prompt_token_ids=generation.prompt_token_ids,
             with_ids=body.return_token_ids,
             with_usage=body.include_usage,
+            logprobs=None if body.num_logprobs is None else self._logprobs_shape(body),
+        )
+
+    def _logprobs_shape(self, body: RequestBody) -> LogprobsShape:
+        return LogprobsShape(
+            self._encoder.tokenizer, chat=isinstance(body, ChatBody), as_token_ids=body.return_tokens_as_token_ids
         )
 
 

@@ -27,7 +27,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
     "metadata": ({},),
     "min_tokens": (0,),
     "n": (1,),
@@ -65,7 +64,6 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }

@@ -7,8 +7,9 @@ import torch
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.forward import ForwardPass, Network
 from kvrelay.model.kv_cache import KVCache
+from kvrelay.model.logprobs import logprobs_of
 from kvrelay.model.sampler import Sampler
-from kvrelay.types import Batch
+from kvrelay.types import Batch, SampledToken
 
 
 class ModelRunner:
@@ -24,7 +25,7 @@ class ModelRunner:
         """What the network looks like."""
         return self.network.config
 
-    def run(self, batch: Batch) -> Generator[int, None, list[int | None]]:
+    def run(self, batch: Batch) -> Generator[int, None, list[SampledToken | None]]:
         """Computes the scheduled tokens, yielding each layer's index once its KV of this batch is in the cache.
 
         On a device it need not be there yet, but whoever reads it through the cache waits for it.
@@ -41,11 +42,11 @@ class ModelRunner:
                 try:
                     layer = next(steps)
                 except StopIteration as end:
-                    tokens: list[int | None] = end.value
+                    tokens: list[SampledToken | None] = end.value
                     return tokens
             yield layer
 
-    def _forward(self, batch: Batch) -> Generator[int, None, list[int | None]]:
+    def _forward(self, batch: Batch) -> Generator[int, None, list[SampledToken | None]]:
         if not batch:
             return []
         forward, num_layers = self.network.begin(batch, self.kv_cache), self.config.num_layers
@@ -59,9 +60,11 @@ class ModelRunner:
         yield from range(num_layers - num_ahead, num_layers)
         return self._sample(batch, forward)
 
-    def _sample(self, batch: Batch, forward: ForwardPass) -> list[int | None]:
+    def _sample(self, batch: Batch, forward: ForwardPass) -> list[SampledToken | None]:
         sampling = [item.sequence for item in batch.scheduled if item.samples]
         if not sampling:
             return [None] * len(batch.scheduled)
-        tokens = iter(self.sampler.sample(forward.logits(), sampling))
+        logits = forward.logits()
+        token_ids = self.sampler.sample(logits, sampling)
+        tokens = map(SampledToken, token_ids, logprobs_of(logits, sampling, token_ids))
         return [next(tokens) if item.samples else None for item in batch.scheduled]

@@ -33,7 +33,7 @@ from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.ports import MAX_TAKEN_BYTES, Outlet
 from kvrelay.transfer.protocol.actions import Action, Dropped, Failed, FirstTokenDue, HandedOver, Send, SendPiece
 from kvrelay.transfer.protocol.sender import KVSender
-from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, Sequence
+from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Role, SampledToken, Sequence
 from kvrelay.worker import Worker, WorkerContext
 
 
@@ -85,14 +85,14 @@ class PrefillWorker(Worker):
                 self._sender.found(item.sequence.key, item.sequence.num_cached_tokens)
         return batch
 
-    def compute(self, batch: Batch) -> list[int | None]:
+    def compute(self, batch: Batch) -> list[SampledToken | None]:
         """One forward pass, its KV leaving layer by layer."""
         layers = self._runner.run(batch)
         while True:
             try:
                 layer = next(layers)
             except StopIteration as result:
-                sampled: list[int | None] = result.value
+                sampled: list[SampledToken | None] = result.value
                 return sampled
             for item in batch.scheduled:
                 end = item.sequence.num_computed_tokens + item.num_tokens

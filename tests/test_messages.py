@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+import random
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from kvrelay.channel import MAX_MESSAGE_BYTES
 from kvrelay.encoding import DIGEST_BYTES, decode, encode, seal
 from kvrelay.errors import WireError
 from kvrelay.events import Event
@@ -48,7 +50,17 @@ from kvrelay.messages import (
     WorkerLoad,
     WorkerStatus,
 )
-from kvrelay.types import FinishReason, KVLayout, Role, SamplingParams
+from kvrelay.types import (
+    LOWEST_LOGPROB,
+    MAX_LOGPROBS,
+    FinishReason,
+    KVLayout,
+    Role,
+    SamplingParams,
+    TokenLogprobs,
+    TopLogprob,
+)
+from kvrelay.worker import MAX_OUTPUTS
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="bfloat16")
 LEASE = LeaseId(2**64 - 1, 7)
@@ -57,6 +69,7 @@ PARAMS = SamplingParams(max_tokens=3, temperature=0.7, seed=2**64 - 1, stop_toke
 ABOUT = {"source": 2**64 - 1, "target": 1, "request_id": "r", "attempt": 2}
 PROMPT = {**ABOUT, "prompt_token_ids": (1, 2, 3), "params": PARAMS}
 
+LOGPROBS = TokenLogprobs(-0.1 - 2**-53, (TopLogprob(7, -5e-324), TopLogprob(3, LOWEST_LOGPROB)))
 MESSAGES: list[Message] = [
     WorkerHello(
         source=1,
@@ -81,6 +94,7 @@ MESSAGES: list[Message] = [
         source=1,
         outputs=(
             TokenOutput(request_id="r", attempt=0, sample=0, index=5, token_id=7, finish_reason=FinishReason.STOP),
+            TokenOutput(request_id="r", attempt=0, sample=0, index=6, token_id=7, logprobs=LOGPROBS),
         ),
     ),
     DecodeStarted(**ABOUT),
@@ -93,7 +107,7 @@ MESSAGES: list[Message] = [
     Resend(**ABOUT, sample=0, from_index=3),
     Drain(source=1),
     KVOffer(**PROMPT, gateway=9, fingerprint="f", layout=LAYOUT, lease_s=30.0),
-    KVCommit(**ABOUT, lease_id=LEASE, first_token_ids=(4,)),
+    KVCommit(**ABOUT, lease_id=LEASE, first_token_ids=(4,), first_logprobs=(LOGPROBS,)),
     KVReleased(source=1, lease_id=LEASE),
     KVGrant(**ABOUT, lease_id=LEASE, block_ids=(0, 5), block_size=16, held_blocks=1),
     KVRefusal(**ABOUT, reason=RefusalReason.QUEUE_FULL, message="Full."),
@@ -107,6 +121,43 @@ MESSAGES: list[Message] = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
 def test_round_trip(message: Message) -> None:
     assert decode(encode(message)) == message
+
+
+def test_logprobs_keep_every_bit() -> None:
+    bits = random.Random(0)
+    for _ in range(1000):
+        logprob = -bits.uniform(0, 1) * 10.0 ** bits.randint(-300, 3)
+        output = TokenOutput(
+            request_id="r", attempt=0, sample=0, index=0, token_id=0, logprobs=TokenLogprobs(logprob, ())
+        )
+        sent = decode(encode(StepOutput(source=1, outputs=(output,))))
+        assert isinstance(sent, StepOutput)
+        told = sent.outputs[0].logprobs
+        assert told is not None
+        assert told.logprob.hex() == logprob.hex()
+
+
+@pytest.mark.parametrize("logprobs", [[0.5, []], ["x", []], [-1.0, [[0, -1.0]] * 21], [-1.0, [[-1, -1.0]]], [-1e4, []]])
+def test_logprobs_that_cannot_be_are_refused(logprobs: list[object]) -> None:
+    fields = fields_of(KVCommit(**ABOUT, lease_id=LEASE, first_token_ids=(4,)))
+    with pytest.raises(WireError, match="first_logprobs"):
+        decode(frame_of(fields | {"first_logprobs": [logprobs]}))
+
+
+def test_the_largest_message_of_tokens_is_far_smaller_than_what_a_socket_takes() -> None:
+    """A repeated answer with all logprobs is cut into messages of so many tokens."""
+    top = tuple(TopLogprob(2**31 - 1, -1234.5678901234567) for _ in range(MAX_LOGPROBS))
+    largest = TokenOutput(
+        request_id="r" * 256,
+        attempt=2**63 - 1,
+        sample=2**63 - 1,
+        index=2**63 - 1,
+        token_id=2**31 - 1,
+        finish_reason=FinishReason.LENGTH,
+        cached_tokens=2**63 - 1,
+        logprobs=TokenLogprobs(-1234.5678901234567, top),
+    )
+    assert len(encode(StepOutput(source=2**64 - 1, outputs=(largest,) * MAX_OUTPUTS))) < MAX_MESSAGE_BYTES // 8
 
 
 def fields_of(message: Message) -> dict[str, Any]:

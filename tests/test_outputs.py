@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.messages import TokenOutput
 from kvrelay.outputs import OutputStore
-from kvrelay.types import FinishReason, RequestKey
+from kvrelay.types import FinishReason, RequestKey, TokenLogprobs
 
 KEY = RequestKey("r", 1)
 STOP = FinishReason.STOP
@@ -48,6 +48,14 @@ def test_the_first_token_tells_again_what_was_cached() -> None:
     for output in [*sent, token(0)]:
         store.add(output, now=0.0)
     assert store.resend(KEY, 0, 0) == sent
+
+
+def test_logprobs_are_told_again_with_their_tokens() -> None:
+    store = OutputStore(keep_s=10, max_requests=4)
+    sent = [token(index).model_copy(update={"logprobs": TokenLogprobs(-float(index), ())}) for index in range(3)]
+    for output in sent:
+        store.add(output, now=0.0)
+    assert [store.resend(KEY, 0, index) for index in (0, 2)] == [sent, sent[2:]]
 
 
 def test_unknown_is_not_the_same_as_nothing_yet() -> None:

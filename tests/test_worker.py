@@ -2,10 +2,12 @@
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import kvrelay.worker
 from kvrelay.blocks import BlockManager
 from kvrelay.decode.scheduler import DecodeScheduler
 from kvrelay.decode.worker import DecodeWorker
@@ -23,12 +25,23 @@ from kvrelay.messages import (
     RequestFailed,
     Resend,
     StepOutput,
+    TokenOutput,
 )
 from kvrelay.outputs import OutputStore
 from kvrelay.prefixes import Prefixes
 from kvrelay.transfer.ports import Inlet
+from kvrelay.transfer.protocol.actions import Adopt
 from kvrelay.transfer.protocol.receiver import KVReceiver
-from kvrelay.types import Batch, KVLayout, SamplingParams
+from kvrelay.types import (
+    Batch,
+    KVLayout,
+    RequestKey,
+    SampledToken,
+    SamplingParams,
+    ScheduledSequence,
+    Sequence,
+    TokenLogprobs,
+)
 from kvrelay.worker import WorkerContext
 
 GATEWAY, OTHER = 7, 8
@@ -37,17 +50,27 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, dtype=
 
 @dataclass
 class ScriptedRunner:
-    """Gives each sequence the number of its tokens as the next one, or fails when it is told to."""
+    """Gives each sequence the number of its tokens as the next one, or fails when it is told to.
+
+    Of its logprob that number tells too, where it is asked for.
+    """
 
     fails: bool = False
     batches: list[Batch] = field(default_factory=list)
+    config: Any = field(default_factory=lambda: SimpleNamespace(eos_token_ids=frozenset(), max_model_len=100))
 
-    def run(self, batch: Batch) -> Generator[int, None, list[int | None]]:
+    def run(self, batch: Batch) -> Generator[int, None, list[SampledToken | None]]:
         self.batches.append(batch)
         yield 0
         if self.fails:
             raise InternalError("The network gave nan.")
-        return [len(item.sequence.token_ids) if item.samples else None for item in batch.scheduled]
+        return [self._sampled(item) if item.samples else None for item in batch.scheduled]
+
+    def _sampled(self, item: ScheduledSequence) -> SampledToken:
+        token_id = len(item.sequence.token_ids)
+        return SampledToken(
+            token_id, None if item.sequence.params.logprobs is None else TokenLogprobs(-float(token_id))
+        )
 
 
 @dataclass
@@ -102,25 +125,30 @@ def bench() -> Iterator[Bench]:
     mailbox.close()
 
 
-def request(request_id: str = "r", *, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 3) -> GenerateRequest:
+def request(
+    request_id: str = "r", *, prompt: tuple[int, ...] = (5, 6, 7), max_tokens: int = 3, logprobs: int | None = None
+) -> GenerateRequest:
     return GenerateRequest(
         source=GATEWAY,
         target=1,
         request_id=request_id,
         attempt=0,
         prompt_token_ids=prompt,
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs),
     )
+
+
+def outputs(said: list[Message]) -> list[TokenOutput]:
+    return [output for step in said if isinstance(step, StepOutput) for output in step.outputs]
 
 
 def cached(said: list[Message]) -> list[int]:
     """Of each token that was told, how many tokens of its prompt were cached."""
-    return [output.cached_tokens for step in said if isinstance(step, StepOutput) for output in step.outputs]
+    return [output.cached_tokens for output in outputs(said)]
 
 
 def tokens(said: list[Message]) -> list[tuple[int, int, str | None]]:
-    steps = [step for step in said if isinstance(step, StepOutput)]
-    return [(output.index, output.token_id, output.finish_reason) for step in steps for output in step.outputs]
+    return [(output.index, output.token_id, output.finish_reason) for output in outputs(said)]
 
 
 ABOUT: dict[str, Any] = {"source": GATEWAY, "target": 1, "request_id": "r", "attempt": 0}
@@ -189,6 +217,42 @@ def test_outputs_are_kept_until_acknowledged(bench: Bench) -> None:
     assert tokens(bench.loop(Resend(**ABOUT, sample=0, from_index=1))) == first[1:]
     said = bench.loop(OutputAck(**ABOUT), Resend(**ABOUT, sample=0, from_index=1))
     assert [message.code for message in said if isinstance(message, RequestFailed)] == ["unknown_request"]
+
+
+def test_logprobs_come_with_each_token_of_who_asks_and_again_when_it_is_told_again(bench: Bench) -> None:
+    """The first token's logprobs are lost (TensorRT-LLM PR#11727); only list lengths were tested."""
+    said = outputs(bench.loop(request("asks", logprobs=0), request("does not"), steps=30))
+    asked = [output for output in said if output.request_id == "asks"]
+    assert [output.logprobs for output in asked] == [(-3.0, ()), (-4.0, ()), (-5.0, ())]
+    assert {output.logprobs for output in said if output.request_id != "asks"} == {None}
+    assert outputs(bench.loop(Resend(**ABOUT | {"request_id": "asks"}, sample=0, from_index=0))) == asked
+
+
+def test_a_first_token_that_came_with_its_kv_is_told_again_with_its_logprobs(bench: Bench) -> None:
+    first = TokenLogprobs(-0.5)
+    sequence = Sequence(
+        key=RequestKey("r", 0),
+        sample=0,
+        gateway=GATEWAY,
+        params=SamplingParams(max_tokens=2, logprobs=0),
+        token_ids=[5, 6, 9],
+        num_prompt_tokens=2,
+        block_table=bench.blocks.allocate(1),
+        num_computed_tokens=2,
+        logprobs=first,
+    )
+    bench.worker._adopt(Adopt(sequence, peer=2, begun_at=0.0))
+    assert [output.index for output in outputs(bench.loop())] == [1]
+    again = outputs(bench.loop(Resend(**ABOUT, sample=0, from_index=0)))
+    assert [output.logprobs for output in again] == [first, TokenLogprobs(-3.0)]
+
+
+def test_many_tokens_to_tell_again_come_in_several_messages(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = bench.loop(request(max_tokens=7))
+    monkeypatch.setattr(kvrelay.worker, "MAX_OUTPUTS", 3)
+    said = bench.loop(Resend(**ABOUT, sample=0, from_index=0))
+    assert [len(step.outputs) for step in said if isinstance(step, StepOutput)] == [3, 3, 1]
+    assert outputs(said) == outputs(first)
 
 
 def test_what_cannot_be_served_is_refused_with_a_sentence(bench: Bench) -> None:

@@ -13,7 +13,16 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from kvrelay.events import Event
-from kvrelay.types import FinishReason, Incarnation, KVLayout, RequestKey, Role, SamplingParams, TokenId
+from kvrelay.types import (
+    FinishReason,
+    Incarnation,
+    KVLayout,
+    RequestKey,
+    Role,
+    SamplingParams,
+    TokenId,
+    TokenLogprobs,
+)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -85,7 +94,8 @@ class Peer(Wire):
 class TokenOutput(Wire):
     """Generated token `index` of one sample; the last one says why the sample ended.
 
-    The first one tells how many tokens of the prompt were found in a cache and not computed.
+    The first one tells how many tokens of the prompt were found in a cache and not computed. `logprobs` are there if
+    the request asks for them.
     """
 
     request_id: Name
@@ -95,6 +105,7 @@ class TokenOutput(Wire):
     token_id: TokenId
     finish_reason: FinishReason | None = None
     cached_tokens: Count = 0
+    logprobs: TokenLogprobs | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -305,8 +316,8 @@ class KVOffer(AboutPrompt):
 class KVCommit(AboutRequest):
     """Every piece was sent; `first_token_ids` holds one token for each sample.
 
-    `num_repaired` of the runs of a KVRepair were sent again before. `cached_tokens` is what TokenOutput says with the
-    first token, should the receiver have to tell that again.
+    `num_repaired` of the runs of a KVRepair were sent again before. `cached_tokens` and `first_logprobs` (one for each
+    sample, or none) are what TokenOutput says with the first token, should the receiver have to tell that again.
     """
 
     kind: Literal["kv_commit"] = "kv_commit"
@@ -314,6 +325,7 @@ class KVCommit(AboutRequest):
     first_token_ids: TokenIds = Field(min_length=1, max_length=128)
     num_repaired: Count = 0
     cached_tokens: Count = 0
+    first_logprobs: Annotated[tuple[TokenLogprobs, ...], FailFast()] = Field(default=(), max_length=128)
 
 
 class KVReleased(Message):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvrelay.messages import TokenOutput
-from kvrelay.types import FinishReason, RequestKey
+from kvrelay.types import FinishReason, RequestKey, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -11,6 +11,7 @@ class _Sample:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class OutputStore:
                 f"{len(sample.token_ids)} tokens; tokens must be kept in order, without a gap."
             )
         sample.token_ids.append(output.token_id)
+        sample.logprobs.append(output.logprobs)
         sample.finish_reason = output.finish_reason
         if output.index == 0:
             sample.cached_tokens = output.cached_tokens
@@ -96,6 +98,7 @@ class OutputStore:
                 token_id=known.token_ids[index],
                 finish_reason=known.finish_reason if index == len(known.token_ids) - 1 else None,
                 cached_tokens=known.cached_tokens if index == 0 else 0,
+                logprobs=known.logprobs[index],
             )
             for index in range(from_index, len(known.token_ids))
         ]

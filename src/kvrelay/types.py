@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Incarnation = Annotated[int, Field(ge=0, lt=2**64)]
+MAX_LOGPROBS = 20
+LOWEST_LOGPROB = -9999.0  # stands for all below it, -inf too, which JSON cannot say
+Logprob = Annotated[float, Field(ge=LOWEST_LOGPROB, le=0.0)]
 
 
 class Role(StrEnum):
@@ -25,11 +28,34 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class TopLogprob(NamedTuple):
+    """One of the likeliest tokens at a position."""
+
+    token_id: TokenId
+    logprob: Logprob
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the model's own probabilities, before temperature and filters: of a generated token, and
+    of the likeliest ones at its position, falling, equal ones by their ids."""
+
+    logprob: Logprob
+    top: Annotated[tuple[TopLogprob, ...], FailFast(), Field(max_length=MAX_LOGPROBS)] = ()
+
+
+class SampledToken(NamedTuple):
+    """What a step gives for a sequence; `logprobs` only if its request asks for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
 class SamplingParams(BaseModel):
     """How tokens are chosen and when a sample ends. `seed` is always set: the gateway draws one if the user did not.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 filter nothing. `stop` strings are not here: they
-    are text, and text is the gateway's.
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 filter nothing. `logprobs` is how many of the
+    likeliest tokens are told beside each generated one with its own; None asks for neither. `stop` strings are not
+    here: they are text, and text is the gateway's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -42,6 +68,7 @@ class SamplingParams(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**64)
     stop_token_ids: Annotated[tuple[TokenId, ...], FailFast()] = Field(default=(), max_length=256)
     ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class RequestKey(NamedTuple):
@@ -73,7 +100,8 @@ class Sequence:
     `token_ids` is the prompt followed by what was generated. `num_computed_tokens` of them have their KV in the
     blocks of `block_table` (position p lies in block `block_table[p // block_size]` at offset `p % block_size`).
     `num_cached_tokens` of the prompt were found there and never computed for it. Only sequences with the same
-    `cache_salt` share blocks; `block_hashes` names its leading full blocks, as far as that was needed.
+    `cache_salt` share blocks; `block_hashes` names its leading full blocks, as far as that was needed. `logprobs` are
+    those of the last generated token, if its request asks for them.
     """
 
     key: RequestKey
@@ -89,6 +117,7 @@ class Sequence:
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
 
     @property
     def num_generated_tokens(self) -> int:

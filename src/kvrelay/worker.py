@@ -35,12 +35,13 @@ from kvrelay.messages import (
     WorkerStatus,
 )
 from kvrelay.outputs import OutputStore
-from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, Sequence
+from kvrelay.types import Batch, FinishReason, Incarnation, RequestKey, SampledToken, Sequence
 
 log = logging.getLogger(__name__)
 
 MAX_IDLE_S = 0.25
 MAX_STEP_BYTES = 8 * 2**20  # of payload, verified between two steps: a few milliseconds
+MAX_OUTPUTS = 1024  # tokens in a message, at most 1.5 KB each with all their logprobs: far below what a socket takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Worker(ABC):
         """What to compute next."""
 
     @abstractmethod
-    def compute(self, batch: Batch) -> list[int | None]:
+    def compute(self, batch: Batch) -> list[SampledToken | None]:
         """Runs the batch: for each of its sequences the sampled token, or None."""
 
     @abstractmethod
@@ -162,15 +163,17 @@ class Worker(ABC):
         self.tell(gateway, RequestFailed(**self.about(gateway, key), code=code, message=message))
 
     def report(self, outputs: Iterable[tuple[Incarnation, TokenOutput]]) -> None:
-        """Sends new tokens: one message for each gateway."""
+        """Sends tokens: one message for each gateway, or several if there are very many."""
         by_gateway: defaultdict[Incarnation, list[TokenOutput]] = defaultdict(list)
         for gateway, output in outputs:
             by_gateway[gateway].append(output)
         for gateway, of_gateway in by_gateway.items():
-            self.tell(gateway, StepOutput(source=self._incarnation, target=gateway, outputs=tuple(of_gateway)))
+            for start in range(0, len(of_gateway), MAX_OUTPUTS):
+                part = tuple(of_gateway[start : start + MAX_OUTPUTS])
+                self.tell(gateway, StepOutput(source=self._incarnation, target=gateway, outputs=part))
 
     def keep(self, sequence: Sequence, index: int, token_id: int, finish_reason: FinishReason | None) -> TokenOutput:
-        """Generated token `index` as gateways are told it, kept so that it can be told again."""
+        """Generated token `index`, the last one, as gateways are told it, kept so that it can be told again."""
         output = TokenOutput(
             request_id=sequence.key.request_id,
             attempt=sequence.key.attempt,
@@ -179,6 +182,7 @@ class Worker(ABC):
             token_id=token_id,
             finish_reason=finish_reason,
             cached_tokens=sequence.num_cached_tokens if index == 0 else 0,
+            logprobs=sequence.logprobs,
         )
         self._outputs.add(output, self._clock())
         return output
@@ -204,9 +208,10 @@ class Worker(ABC):
         )
 
     def _try_compute(self, batch: Batch) -> list[int | None]:
-        """A step that fails ends the requests in it, not the worker.
+        """The token ids of a step. Logprobs wait with their sequence, of whose last token they will be, to be told.
 
-        What made it fail may lie in KV that others would find, and then every request that begins alike would fail.
+        A step that fails ends the requests in it, not the worker. What made it fail may lie in KV that others would
+        find, and then every request that begins alike would fail.
         """
         try:
             sampled = self.compute(batch)
@@ -218,7 +223,9 @@ class Worker(ABC):
                 self.abort(item.sequence.key)
             return [None] * len(batch.scheduled)
         self._counters["computed_tokens"] += batch.num_tokens
-        return sampled
+        for item, token in zip(batch.scheduled, sampled, strict=True):
+            item.sequence.logprobs = None if token is None else token.logprobs
+        return [None if token is None else token.token_id for token in sampled]
 
     def _handle(self, event: Event) -> None:
         match event:

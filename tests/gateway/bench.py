@@ -20,9 +20,16 @@ class Bench:
         self.fate = Fate(GATEWAY, self.router, resend_s=RESEND_S, request_timeout_s=TIMEOUT_S)
 
     def submit(
-        self, where: Route, *, request_id: str = "r", max_tokens: int = 10, num_samples: int = 1
+        self,
+        where: Route,
+        *,
+        request_id: str = "r",
+        max_tokens: int = 10,
+        num_samples: int = 1,
+        logprobs: int | None = None,
     ) -> list[Effect]:
-        submission = Submission(request_id, (1, 2, 3), SamplingParams(max_tokens=max_tokens), num_samples)
+        params = SamplingParams(max_tokens=max_tokens, logprobs=logprobs)
+        submission = Submission(request_id, (1, 2, 3), params, num_samples)
         return self.fate.submit(submission, where, 0.0)
 
     def tokens(self, worker: int, *outputs: TokenOutput, now: float = 1.0) -> list[Effect]:

@@ -1,7 +1,7 @@
 """A worker that speaks the real messages over a real socket, and generates what a script tells it to."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from kvrelay.messages import (
     WorkerLoad,
     WorkerStatus,
 )
-from kvrelay.types import FinishReason, RequestKey, Role
+from kvrelay.types import FinishReason, RequestKey, Role, TokenLogprobs
 from tests.gateway.nouns import hello
 
 PATIENCE_S = 20.0  # keeps a failing test from hanging; no test depends on it
@@ -101,8 +101,9 @@ class FakeWorker:
         start: int = 0,
         finish: FinishReason | None = None,
         cached_tokens: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        """Says some tokens in one message; with `finish`, the last one ends the sample."""
+        """Says some tokens in one message, with `logprobs` if any; with `finish`, the last one ends the sample."""
         outputs = tuple(
             TokenOutput(
                 request_id=request.request_id,
@@ -112,6 +113,7 @@ class FakeWorker:
                 token_id=token_id,
                 finish_reason=finish if index == len(token_ids) - 1 else None,
                 cached_tokens=0 if start + index else cached_tokens,
+                logprobs=logprobs[index] if logprobs else None,
             )
             for index, token_id in enumerate(token_ids)
         )

@@ -2,7 +2,7 @@
 
 from kvrelay.gateway.router import Route
 from kvrelay.messages import Ledger, Peer, TokenOutput, WorkerHello, WorkerLoad, WorkerStatus
-from kvrelay.types import FinishReason, KVLayout, Role
+from kvrelay.types import FinishReason, KVLayout, Role, TokenLogprobs, TopLogprob
 
 GATEWAY = 1
 MODEL, FINGERPRINT = "tiny", "f" * 64
@@ -81,3 +81,8 @@ def token(
         finish_reason=FinishReason.LENGTH if last else None,
         cached_tokens=cached,
     )
+
+
+def top_logprobs(count: int) -> TokenLogprobs:
+    """The logprob of a token and those of the `count` likeliest, whose ids are letters: a, b, and so on."""
+    return TokenLogprobs(-0.1 - 2**-56, tuple(TopLogprob(97 + rank, -1.0 - rank / 3) for rank in range(count)))

@@ -5,9 +5,9 @@ import pytest
 from kvrelay.errors import RequestError, WorkerLost
 from kvrelay.gateway.fate import MAX_RESENDS, Send, Tokens
 from kvrelay.messages import Abort, GenerateRequest, OutputAck, PrefillRequest, TokenOutput
-from kvrelay.types import RequestKey
+from kvrelay.types import RequestKey, TokenLogprobs
 from tests.gateway.bench import ALONE, D1, D2, RESEND_S, Bench, P, aborted, ends, indexes, resends
-from tests.gateway.nouns import GATEWAY, route, token
+from tests.gateway.nouns import GATEWAY, route, token, top_logprobs
 
 
 @pytest.fixture
@@ -178,6 +178,17 @@ def test_cached_tokens_larger_than_the_prompt_are_not_believed(bench: Bench, bad
     assert bench.tokens(D1, bad) == []
     assert bench.fate.counters["impossible_tokens"] == 1
     assert indexes(bench.tokens(P, token(0, cached=2))) == [0]
+
+
+@pytest.mark.parametrize(("asked", "told"), [(None, top_logprobs(0)), (2, None), (2, top_logprobs(3))])
+def test_logprobs_come_as_they_were_asked_for_or_not_at_all(
+    bench: Bench, asked: int | None, told: TokenLogprobs | None
+) -> None:
+    bench.submit(route(P, D1), logprobs=asked)
+    assert bench.tokens(P, token(0).model_copy(update={"logprobs": told})) == []
+    assert bench.fate.counters["impossible_tokens"] == 1
+    right = None if asked is None else top_logprobs(asked)
+    assert indexes(bench.tokens(P, token(0).model_copy(update={"logprobs": right}))) == [0]
 
 
 def test_a_prefill_worker_makes_one_token_only(bench: Bench) -> None:

@@ -74,6 +74,16 @@ def test_the_text_of_a_real_vocabulary(smollm2: Tokenizer) -> None:
         text.push(Token(1, None))
 
 
+def test_each_token_knows_where_its_text_begins(smollm2: Tokenizer) -> None:
+    """Also while a stop string may have begun; several tokens of one character begin where it does."""
+    ids = smollm2.encode("ab 🙂🙂 cd")
+    text = AnswerText(smollm2, (1, 2), ["🙂🙂 c!"])
+    offsets = [text.push(Token(token_id, None)).offset for token_id in ids]
+    whole = [smollm2.decode(ids[:count]) for count in range(len(ids))]
+    assert offsets == [len(before.rstrip("\ufffd")) for before in whole]
+    assert len(set(offsets)) < len(offsets)
+
+
 def test_the_token_that_ends_a_sample_is_no_text(smollm2: Tokenizer) -> None:
     """Whatever it is: also one that would be text elsewhere."""
     text = AnswerText(smollm2, (1, 2), [])

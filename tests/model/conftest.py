@@ -15,7 +15,7 @@ from kvrelay.model.load import load
 from kvrelay.model.packed_weights import Quantization
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
-from kvrelay.types import Batch, RequestKey, SamplingParams, ScheduledSequence, Sequence
+from kvrelay.types import Batch, RequestKey, SampledToken, SamplingParams, ScheduledSequence, Sequence
 from tests.places import CACHE_DIR
 
 
@@ -37,6 +37,7 @@ class Driver:
         self.sampler = RecordingSampler()
         self.runner = ModelRunner(runner.network, runner.kv_cache, self.sampler)
         generator = torch.Generator().manual_seed(5)
+        self.sampled: list[SampledToken | None] = []  # by the last step
         self._free = torch.randperm(runner.kv_cache.num_blocks, generator=generator).tolist()
 
     @property
@@ -54,12 +55,13 @@ class Driver:
     def step(self, *shares: tuple[Sequence, int]) -> list[int | None]:
         """Runs one batch, then moves its sequences on as a scheduler does."""
         batch = Batch(tuple(ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in shares))
-        layers, tokens = drain(self.runner, batch)
+        layers, sampled = drain(self.runner, batch)
         assert layers == list(range(self.runner.config.num_layers))
-        for (sequence, num_tokens), token in zip(shares, tokens, strict=True):
+        for (sequence, num_tokens), token in zip(shares, sampled, strict=True):
             sequence.num_computed_tokens += num_tokens
-            sequence.token_ids += [] if token is None else [token]
-        return tokens
+            sequence.token_ids += [] if token is None else [token.token_id]
+        self.sampled = sampled
+        return [None if token is None else token.token_id for token in sampled]
 
     def prefill(self, sequence: Sequence, chunk: int) -> torch.Tensor:
         """Computes a whole prompt in chunks; gives the logits after its last token."""
@@ -74,7 +76,7 @@ class Driver:
         return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
 
-def drain(runner: ModelRunner, batch: Batch) -> tuple[list[int], list[int | None]]:
+def drain(runner: ModelRunner, batch: Batch) -> tuple[list[int], list[SampledToken | None]]:
     """The layers that a step yields, and what it returns."""
     steps, layers = runner.run(batch), []
     while True:

@@ -115,5 +115,5 @@ def send(runner: ModelRunner, target: KVCache, sequence: Sequence, block_ids: li
         try:
             layer = next(steps)
         except StopIteration as end:
-            return int(end.value[0])
+            return int(end.value[0].token_id)
         target.write(layer, block_ids[:6], runner.kv_cache.read(layer, sequence.block_table[:6]))

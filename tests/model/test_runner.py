@@ -9,6 +9,7 @@ import torch
 from kvrelay.checkpoint import resolve
 from kvrelay.errors import InternalError, StartError
 from kvrelay.model.load import load, resolve_device, resolve_dtype
+from kvrelay.model.logprobs import token_logprobs
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.step_plan import padded_positions
 from kvrelay.types import Batch, ScheduledSequence
@@ -156,6 +157,19 @@ def test_a_step_says_which_sequences_have_no_token_yet(runner: ModelRunner) -> N
     assert first is None
     assert second == late.token_ids[-1]
     assert driver.step((early, 2)) == [None]
+
+
+def test_logprobs_come_to_those_who_ask_and_with_every_token(runner: ModelRunner) -> None:
+    driver = Driver(runner)
+    asks, silent = driver.sequence(random_ids(9, VOCAB, 1)), driver.sequence(random_ids(4, VOCAB, 2))
+    asks.params = asks.params.model_copy(update={"logprobs": 3})
+    driver.step((asks, 5), (silent, 4))
+    assert [each and each.logprobs for each in driver.sampled] == [None, None]
+    driver.step((asks, 4), (silent, 1))
+    told, untold = driver.sampled
+    assert told is not None
+    assert told == (asks.token_ids[-1], token_logprobs(driver.logits[0].numpy(), asks.token_ids[-1], 3))
+    assert untold == (silent.token_ids[-1], None)
 
 
 def test_an_empty_batch_does_nothing(runner: ModelRunner) -> None:

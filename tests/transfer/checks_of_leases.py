@@ -3,6 +3,7 @@
 from kvrelay.transfer.protocol.lease import Lease, _matches
 from kvrelay.transfer.protocol.leases import Leases
 from tests.transfer import test_conversion as conversion
+from tests.transfer import test_first_logprobs as first_logprobs
 from tests.transfer import test_held_blocks as held_blocks
 from tests.transfer import test_lease as lease
 from tests.transfer import test_receiver as receiver
@@ -53,6 +54,17 @@ CHECKS_OF_LEASES = [
             "layout.block_size, ",
         ),
         ("header.dtype)", receiver.test_a_piece_that_does_not_fit_its_lease_is_dropped_and_counted, "layout.dtype)"),
+    ),
+    *cut(
+        Lease.fault_of,
+        (
+            "len(commit.first_token_ids) != self.offer.num_samples",
+            receiver.test_a_commit_without_one_token_for_each_sample_fails_visibly,
+        ),
+        (
+            "len(commit.first_logprobs) != num_logprobs",
+            first_logprobs.test_a_commit_without_the_logprobs_asked_for_fails_visibly,
+        ),
     ),
     *cut(
         Lease.is_whole,

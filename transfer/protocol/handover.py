@@ -196,4 +196,5 @@ class Handover:
             first_token_ids=self.first_token_ids,
             num_repaired=self.num_asked if not self.repairs else 0,
             cached_tokens=self.sequence.num_cached_tokens,
+            first_logprobs=() if self.sequence.logprobs is None else (self.sequence.logprobs,),
         )

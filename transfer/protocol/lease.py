@@ -5,9 +5,9 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
-from kvrelay.messages import MAX_REPAIRS, BlockRun, KVGrant, KVOffer, KVRepair, LeaseId
+from kvrelay.messages import MAX_REPAIRS, BlockRun, KVCommit, KVGrant, KVOffer, KVRepair, LeaseId
 from kvrelay.transfer.protocol.piece import PieceHeader
-from kvrelay.types import KVLayout, RequestKey, Sequence, SequenceStatus
+from kvrelay.types import KVLayout, RequestKey, Sequence, SequenceStatus, TokenLogprobs
 
 # So long a sender must have sent nothing but Commits before what is missing is taken for lost.
 _PATIENCE_S = 0.25
@@ -53,7 +53,8 @@ class Lease:
     block_hashes: list[bytes] = field(default_factory=list)
     num_taken: int = 0
     first_token_ids: tuple[int, ...] = ()  # known once the Commit is here
-    cached_tokens: int = 0  # and so is this
+    first_logprobs: tuple[TokenLogprobs, ...] = ()  # and so are these, if they are asked for
+    cached_tokens: int = 0  # and this
     accepted: list[int] = field(default_factory=list)  # per layer
     landed: list[int] = field(default_factory=list)  # per layer
     begun_at: float = inf  # when the first piece had landed, receiver's clock
@@ -144,6 +145,20 @@ class Lease:
         self.repairs += runs
         return True
 
+    def fault_of(self, commit: KVCommit) -> str:
+        """What is wrong with the first tokens of a Commit, as a sentence; empty if nothing is."""
+        if len(commit.first_token_ids) != self.offer.num_samples:
+            return "The commit does not hold one token for each sample."
+        num_logprobs = 0 if self.offer.params.logprobs is None else self.offer.num_samples
+        if len(commit.first_logprobs) != num_logprobs:
+            return "The commit does not hold the logprobs that the request asks for."
+        return ""
+
+    def note_first_tokens(self, commit: KVCommit) -> None:
+        """The attempt's fate is this end's from now on, and so is telling these again."""
+        self.first_token_ids, self.first_logprobs = commit.first_token_ids, commit.first_logprobs
+        self.cached_tokens = commit.cached_tokens
+
     def commit(self, num_repaired: int, num_shown: int, now: float) -> None:
         """The sender says, again and again, that all was sent. If nothing comes meanwhile, asks for what is missing.
 
@@ -204,6 +219,7 @@ class Lease:
             cache_salt=self.offer.cache_salt,
             block_hashes=self.block_hashes,
             num_cached_tokens=self.cached_tokens,
+            logprobs=self.first_logprobs[0] if self.first_logprobs else None,
         )
 
 

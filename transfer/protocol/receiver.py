@@ -159,11 +159,11 @@ class KVReceiver:
             return self._on_late_commit(peer, commit, now)
         if lease.sender != peer:
             return self._ignore("foreign_message")
-        if len(commit.first_token_ids) != lease.offer.num_samples:
-            return self._fail(lease, RejectReason.CORRUPT, "The commit does not hold one token for each sample.", now)
+        if fault := lease.fault_of(commit):
+            return self._fail(lease, RejectReason.CORRUPT, fault, now)
         if lease.is_committed:
             self.counters["repeated_commit"] += 1
-        lease.first_token_ids, lease.cached_tokens = commit.first_token_ids, commit.cached_tokens
+        lease.note_first_tokens(commit)
         lease.commit(commit.num_repaired, self._num_shown[peer], now)
         return self._ask_to_repair(lease) + self._adopt_if_whole(lease, now)
 
