@@ -22,12 +22,13 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def write_json(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
     """Writes the rows and everything needed to repeat them."""
-    record = {"commit": _commit(), "machine": platform.processor() or platform.machine(), "settings": settings}
+    record = {"commit": commit(), "machine": platform.processor() or platform.machine(), "settings": settings}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**record, "rows": rows}, indent=2) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit of this checkout, with a mark if something is changed; unknown outside of one."""
     result = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).resolve().parent,

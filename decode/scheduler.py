@@ -63,6 +63,7 @@ class DecodeScheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._running: list[Sequence] = []  # by arrival
+        self.num_preempted = 0
         self._computing: set[Sequence] = set()  # those of _running in the batch that was handed out
         self._prefixes = prefixes or Prefixes(blocks)
         self._prefill = PrefillScheduler(
@@ -208,6 +209,7 @@ class DecodeScheduler:
         if latest in self._running:
             self._running.remove(latest)
         self._prefill.preempt(latest)
+        self.num_preempted += 1
         return True
 
     def _join(self, sequence: Sequence) -> None:

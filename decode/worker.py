@@ -149,7 +149,7 @@ class DecodeWorker(Worker):
     def load(self) -> tuple[Ledger, WorkerLoad, Counter[str]]:
         """For the heartbeat."""
         load = self._scheduler.load.model_copy(update={"num_offers": self._receiver.num_waiting})
-        return self._blocks.ledger, load, self._receiver.counters
+        return self._blocks.ledger, load, self._receiver.counters + Counter(preempted=self._scheduler.num_preempted)
 
     def is_idle(self) -> bool:
         """Nothing runs or waits, nothing is granted, and every sender has let go."""

@@ -12,6 +12,7 @@ from kvrelay.config import (
     Settings,
     StatusSettings,
     UpSettings,
+    VerifySettings,
     WorkerSettings,
     parse_bytes,
     variables,
@@ -20,7 +21,7 @@ from kvrelay.errors import StartError
 from kvrelay.options import help_text, option, options, parse, refuse_unknown_variables, variable
 from kvrelay.types import Role
 
-ALL = (UpSettings, GatewaySettings, PrefillSettings, DecodeSettings, StatusSettings, ChatSettings)
+ALL = (UpSettings, GatewaySettings, PrefillSettings, DecodeSettings, StatusSettings, ChatSettings, VerifySettings)
 
 
 @pytest.fixture(autouse=True)

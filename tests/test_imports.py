@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # Measure the hand-over and the kernels themselves, which cannot be seen from outside through HTTP.
 EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.transfer": ("transfer",), "bench.kernels": ("kernels",)}
 # The command line starts processes: it imports their entry points, inside the command that runs them.
-ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker")
+ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker", "bench.verify")
 TORCH_FREE = ("gateway", "planner", "bench", "transfer.protocol", "prefill.scheduler", "decode.scheduler")
 NEED_TORCH = ("bench.kernels", "bench.versus_transformers")  # measure what is torch's, or is compared with it
 BANNED_NAMES = {"utils", "util", "common", "core", "base", "helper", "helpers", "manager", "managers"}

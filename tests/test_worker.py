@@ -187,6 +187,13 @@ def test_the_first_token_tells_what_was_cached_and_the_worker_counts_what_it_com
     assert (bench.blocks.ledger.cached, bench.blocks.ledger.leased) == (2, 0)
 
 
+def test_sequences_that_are_preempted_are_counted(bench: Bench) -> None:
+    bench.blocks.allocate(16)
+    said = bench.loop(request("a", max_tokens=20), request("b", max_tokens=20), steps=60)
+    assert len(tokens(said)) == 40
+    assert bench.worker._status().counters["preempted"] == 1
+
+
 def test_kv_of_a_step_that_failed_is_not_found_again(bench: Bench) -> None:
     """If what made it fail were cached, every request that begins alike would fail from then on."""
     prompt = tuple(range(1, 21))

@@ -19,6 +19,7 @@ from kvrelay.config import (
     Settings,
     StatusSettings,
     UpSettings,
+    VerifySettings,
 )
 from kvrelay.errors import StartError
 from kvrelay.options import did_you_mean, help_text, parse, refuse_unknown_variables, summary
@@ -77,6 +78,12 @@ def _chat(settings: ChatSettings) -> int:
     return run(settings)
 
 
+def _verify(settings: VerifySettings) -> int:
+    from kvrelay.bench.verify import run
+
+    return run(settings)
+
+
 COMMANDS = {
     "up": Command(UpSettings, _up),
     "gateway": Command(GatewaySettings, _gateway),
@@ -84,6 +91,7 @@ COMMANDS = {
     "decode": Command(DecodeSettings, _decode),
     "status": Command(StatusSettings, _status),
     "chat": Command(ChatSettings, _chat),
+    "verify": Command(VerifySettings, _verify),
 }
 
 

@@ -16,7 +16,7 @@ class GatewayError(KVRelayError):
 def connect(url: str, timeout_s: float | None = 5.0) -> httpx.Client:
     """A client for the gateway at `url`. Proxies set in the environment are not asked for this machine itself."""
     timeout = httpx.Timeout(timeout_s, connect=5.0)
-    return httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=not _is_local(url))
+    return httpx.Client(base_url=url.rstrip("/"), timeout=timeout, trust_env=not is_local(url))
 
 
 def get_json(client: httpx.Client, path: str) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def refusal(status: int, body: bytes) -> str:
     return f"{message} (HTTP status {status})"
 
 
-def _is_local(url: str) -> bool:
+def is_local(url: str) -> bool:
+    """True for an address of this machine itself, for which no proxy is asked."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback

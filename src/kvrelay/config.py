@@ -85,6 +85,7 @@ Addresses = Annotated[
 ]
 Url = Annotated[str, Metavar("URL"), AfterValidator(_http_url)]
 LogFormat = Literal["full", "short"]
+Dtype = Literal["auto", "bfloat16", "float32", "float16"]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -145,7 +146,7 @@ class WorkerOptions(ProcessSettings):
     )
     threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = Field("auto", description="Precision of the model.")
+    dtype: Dtype = Field("auto", description="Precision of the model.")
     quantization: Literal["auto", "none", "int8", "int4"] = Field(
         "auto", description="How the CPU keeps weights; auto keeps those of a quantised file as they are."
     )
@@ -239,6 +240,38 @@ class ChatSettings(ClientSettings):
     max_tokens: PositiveInt = Field(512, description="Longest answer, in tokens.")
     temperature: float = Field(0.2, ge=0, le=2, allow_inf_nan=False, description="0 takes the likeliest token.")
     seed: int | None = Field(None, ge=0, lt=2**64, description="Makes answers repeatable.")
+
+
+class VerifySettings(ClientSettings):
+    """Ask two gateways, or clusters started here, the same questions, and compare every bit of the answers.
+
+    Exits with 0 if token ids and logprobs are the same everywhere, and with 1 if not. --url is compared with --against;
+    with --local clusters of different forms are started one after the other and compared with a plain one.
+    """
+
+    against: Url | None = Field(None, description="Gateway whose answers must be those of --url.")
+    local: bool = Field(False, description="Start clusters on this machine instead of asking running gateways.")
+    arms: Annotated[tuple[str, ...], Metavar("NAME,..."), NoDecode, BeforeValidator(_listed)] = Field(
+        (), description="Which clusters --local compares with the plain one; all if not given."
+    )
+    requests: PositiveInt = Field(100, description="Requests to each gateway or cluster.")
+    concurrency: PositiveInt = Field(33, description="Most requests at a time.")
+    max_model_len: PositiveInt = Field(640, ge=2, description="Longest request: tokens of prompt and answer.")
+    seed: NonNegativeInt = Field(0, description="Of the requests.")
+    json_file: Path | None = Field(
+        None, alias="json", description="Also write the figures to this file; - for stdout, alone."
+    )
+    model: str = Field("smollm2-135m", description="With --local: folder, GGUF file or name of the model.")
+    dtype: Dtype = Field("auto", description="With --local: precision of the model.")
+    cache_dir: Folder = Field(Path("~/.cache/kvrelay"), description="With --local: fetched models and weights.")
+
+    @model_validator(mode="after")
+    def _compares_something(self) -> Self:
+        if self.local == (self.against is not None):
+            raise ValueError("Give either --against, a second gateway to compare --url with, or --local")
+        if self.arms and not self.local:
+            raise ValueError("--arms names clusters that --local starts; give --local too, or leave it out")
+        return self
 
 
 def variables(settings: Settings) -> dict[str, str]:

@@ -137,6 +137,7 @@ def test_decode_out_of_memory_preempts_the_latest_and_answers_all() -> None:
     bench.step()
     assert [sequence.status for sequence in sequences] == [SequenceStatus.RUNNING] * 3 + [SequenceStatus.PREEMPTED]
     assert [len(sequence.block_table) for sequence in sequences] == [3, 3, 2, 0]  # the third sits the step out
+    assert bench.scheduler.num_preempted == 1
     bench.run()
     bench.check(*sequences)
 
