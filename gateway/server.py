@@ -30,6 +30,8 @@ from kvrelay.process import new_incarnation
 log = logging.getLogger(__name__)
 
 GRACE_S = 2  # streams get their error event in this time, then connections are closed
+# Longer than clients keep idle connections: whoever closes first may do so just when the next request comes.
+_KEEP_ALIVE_S = 75
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 64 * 2**10  # what the kernel holds for a client; small, so that one that does not read is noticed
 
@@ -84,7 +86,7 @@ async def serve(
             log.info("Serving %s at %s/v1; workers register at %s.", checkpoint.name, url, listener.endpoint)
             on_serving(url, listener.endpoint)
 
-        await _run(_Server(_uvicorn_config(app, settings), started), http_socket, control, service, stopping)
+        await _run(_Server(uvicorn_config(app, settings), started), http_socket, control, service, stopping)
 
 
 async def _run(
@@ -125,7 +127,8 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-def _uvicorn_config(app: object, settings: GatewaySettings) -> uvicorn.Config:
+def uvicorn_config(app: object, settings: GatewaySettings) -> uvicorn.Config:
+    """How HTTP is served."""
     return uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=functools.partial(LimitedHttp, head_timeout_s=settings.client_timeout_s),  # type: ignore[arg-type]
@@ -137,6 +140,7 @@ def _uvicorn_config(app: object, settings: GatewaySettings) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
 

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvrelay.config import GatewaySettings
 from kvrelay.errors import AddressInUse
-from kvrelay.gateway.server import bound, serve
+from kvrelay.gateway.server import bound, serve, uvicorn_config
 from tests.gateway.fake_worker import PATIENCE_S
 from tests.gateway.http.running import Client, write_checkpoint
 
@@ -36,6 +37,13 @@ def test_the_kernel_drops_clients_that_take_nothing() -> None:
         accepted, _ = listening.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+
+
+def test_clients_give_idle_connections_up_before_the_gateway_does() -> None:
+    """It would answer a request with a reset that comes while it closes the connection."""
+    clients_s = httpx.Limits().keepalive_expiry
+    assert clients_s is not None
+    assert uvicorn_config(object(), GatewaySettings()).timeout_keep_alive > 2 * clients_s
 
 
 def test_port_zero_takes_a_free_one() -> None:
