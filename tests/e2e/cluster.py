@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tests.places import CACHE_DIR
+
 T = TypeVar("T")
 READY_S = 90.0
 END_S = 60.0  # far more than promised: others may use the cores
@@ -156,7 +158,7 @@ def _start(folder: Path, name: str, options: Mapping[str, object]) -> "subproces
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env={key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")},
+            env=environment(),
         )
 
 
@@ -170,6 +172,12 @@ def ended(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Without options of whoever runs the tests; native code, which takes a minute to compile, is made once for all."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")}
+    return {**inherited, "KVRELAY_NATIVE_DIR": str(CACHE_DIR)}
 
 
 def _argument(name: str, value: object) -> str:

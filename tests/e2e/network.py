@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.cluster import Cluster, ended, wait_for
+from tests.e2e.cluster import Cluster, ended, environment, wait_for
 
 LINK = "cable"
 GATEWAY_PORT, HTTP_PORT = 5700, 8000
@@ -85,7 +85,7 @@ class Host:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")},
+                env=environment(),
             )
 
 

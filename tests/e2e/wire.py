@@ -1,7 +1,6 @@
 """A gateway made of nothing but a socket, and real workers that register at it, for tests that speak the protocol."""
 
 import itertools
-import os
 import subprocess
 import sys
 from collections import deque
@@ -26,7 +25,7 @@ from kvrelay.messages import (
     WorkerStatus,
 )
 from kvrelay.types import Incarnation, SamplingParams
-from tests.e2e.cluster import ended, wait_for
+from tests.e2e.cluster import ended, environment, wait_for
 
 GATEWAY: Incarnation = 77
 M = TypeVar("M", bound=Message)
@@ -176,5 +175,5 @@ def _start(folder: Path, model: Path, gateway: str, name: str, options: dict[str
             [sys.executable, "-m", "kvrelay", command, *(f"--{k.replace('_', '-')}={v}" for k, v in given.items())],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")},
+            env=environment(),
         )
