@@ -26,7 +26,11 @@ constexpr int kLanes = 4;
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef double Doubles __attribute__((vector_size(kLanes * 4)));
+typedef uint64_t Longs __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+
+constexpr int kLongLanes = kLanes / 2;  // of Doubles and Longs
 
 struct BFloat16 {
   uint16_t bits;
@@ -80,6 +84,16 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 inline float fma(float a, float b, float c) {
 #if defined(__FMA__)
   return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Doubles fma(Doubles a, Doubles b, Doubles c) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_fmadd_pd(a, b, c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_fmadd_pd(a, b, c);
 #else
   return a * b + c;
 #endif
