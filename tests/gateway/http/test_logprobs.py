@@ -101,18 +101,18 @@ def test_a_stream_tells_them_with_each_token_also_where_there_is_no_text(
     """The first token's logprobs are lost (TensorRT-LLM PR#11727); only list lengths were tested."""
     asked = {"logprobs": True, "top_logprobs": 1} if path == CHAT else {"logprobs": 1}
     client.post(path, {"messages": HI, "prompt": "a", "stream": True, **asked})
-    told = [TokenLogprobs(ODD * count, (TopLogprob(97, -float(count)),)) for count in (1, 2, 3)]
-    answer(worker, [HALF, 0xA9, IM_END], *told)
+    told = [TokenLogprobs(ODD * count, (TopLogprob(97, -float(count)),)) for count in (1, 2, 3, 4)]
+    answer(worker, [98, HALF, 0xA9, IM_END], *told)
     *events, done = client.events()
     assert done == "[DONE]"
     logprobs = [event["choices"][0]["logprobs"] for event in events]
     if path == CHAT:
-        assert [len(each["content"]) for each in logprobs] == [1, 1, 1]
-        assert [each["content"][0]["logprob"] for each in logprobs] == [ODD, ODD * 2, ODD * 3]
+        assert [len(each["content"]) for each in logprobs] == [1, 1, 1, 1]
+        assert [each["content"][0]["logprob"] for each in logprobs] == [ODD, ODD * 2, ODD * 3, ODD * 4]
     else:
-        assert [each["token_logprobs"] for each in logprobs] == [[ODD], [ODD * 2], [ODD * 3]]
-        assert [each["top_logprobs"][0]["a"] for each in logprobs] == [-1.0, -2.0, -3.0]
-        assert [each["text_offset"] for each in logprobs] == [[0], [0], [1]]
+        assert [each["token_logprobs"] for each in logprobs] == [[ODD], [ODD * 2], [ODD * 3], [ODD * 4]]
+        assert [each["top_logprobs"][0]["a"] for each in logprobs] == [-1.0, -2.0, -3.0, -4.0]
+        assert [each["text_offset"] for each in logprobs] == [[0], [1], [1], [2]]
 
 
 def test_tokens_can_be_named_by_their_ids(client: Client, worker: FakeWorker) -> None:
