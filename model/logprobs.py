@@ -7,6 +7,8 @@ import torch
 
 from kvrelay.types import LOWEST_LOGPROB, Sequence, TokenLogprobs, TopLogprob
 
+_PART = 128  # logits
+
 
 def logprobs_of(
     logits: torch.Tensor, sequences: list[Sequence], token_ids: Iterable[int]
@@ -35,12 +37,17 @@ def token_logprobs(row: np.ndarray, token_id: int, num_top: int) -> TokenLogprob
 
 
 def _likeliest(row: np.ndarray, count: int) -> list[int]:
-    """The ids of the largest logits. Only those that can be among them are sorted."""
+    """The ids of the largest logits.
+
+    Only those that can be among them are sorted: as many parts of the row have a logit as large as the `count`-th of
+    their maxima, so that no smaller one is among the largest.
+    """
     if count == 0:
         return []
     candidates = np.arange(len(row))
-    if count < len(row):
-        candidates = np.flatnonzero(row >= np.partition(row, -count)[-count])
+    if count * _PART <= len(row):
+        maxima = np.maximum.reduceat(row, candidates[::_PART])
+        candidates = np.flatnonzero(row >= np.partition(maxima, -count)[-count])
     order = np.argsort(-row[candidates], kind="stable")
     likeliest: list[int] = candidates[order][:count].tolist()
     return likeliest

@@ -29,6 +29,15 @@ def test_they_are_the_logarithm_of_the_softmax() -> None:
     assert [each.logprob for each in told.top] == pytest.approx([float(row[each]) - total for each in best], rel=1e-14)
 
 
+@pytest.mark.parametrize("vocab_size", [20, 2559, 2560, 2561, 5000])
+def test_the_likeliest_are_those_of_a_plain_sort(vocab_size: int) -> None:
+    """Of rows with many ties, for vocabularies around the size from which on not all of it is sorted."""
+    for num_top in (1, 7, 20):
+        row = torch.round(random_rows(1, vocab_size)[0] * 2).numpy()
+        expected = sorted(range(vocab_size), key=lambda token: (-row[token], token))[:num_top]
+        assert [each.token_id for each in token_logprobs(row, 0, num_top).top] == expected
+
+
 def test_temperature_and_filters_change_nothing() -> None:
     """Of the raw distribution: what excludes a token from sampling does not touch its logprob."""
     logits = random_rows(1)
