@@ -251,6 +251,11 @@ def _why_apart(sender: Worker, receiver: Worker) -> str:
     """Why no KV can go from one to the other, as a sentence; empty if it can."""
     if fault := receiver.hello.layout.why_not_from(sender.hello.layout):
         return fault
+    if sender.hello.weights != receiver.hello.weights:
+        return (
+            f"The sender computes with weights in {sender.hello.weights}, the receiver in {receiver.hello.weights}; "
+            "start both with the same --quantization and --kernels."
+        )
     ours, theirs = sender.hello.data_endpoints, receiver.hello.data_endpoints
     common = set(ours) & set(theirs)
     if not common:

@@ -34,6 +34,11 @@ class Network(Protocol):
         """Where it computes."""
         ...
 
+    @property
+    def weights(self) -> str:
+        """How they are kept, as far as what it computes depends on it, such as `bf16` or `int4+int8`."""
+        ...
+
     def begin(self, batch: Batch, kv_cache: KVCache) -> ForwardPass:
         """A pass over a batch that is not empty.
 

@@ -8,11 +8,13 @@ import torch
 from kvrelay.checkpoint import Checkpoint
 from kvrelay.errors import StartError
 from kvrelay.kernels.native_library import NativeLibrary, load_native
+from kvrelay.kernels.sampling import SamplingKernel
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.forward import Network
 from kvrelay.model.kv_cache import DTYPES, KVCache
 from kvrelay.model.kv_memory import asked_kv_memory, default_kv_memory, num_kv_blocks
 from kvrelay.model.native_network import build_native
+from kvrelay.model.native_sampler import NativeSampler
 from kvrelay.model.network import build_network
 from kvrelay.model.packed_weights import Quantization, read_packed_weights
 from kvrelay.model.runner import ModelRunner
@@ -56,7 +58,8 @@ def load(
     has_native = kernels == "auto" and target.type == "cpu" and torch_dtype is not torch.float16
     native = load_native(native_dir or cache_dir) if has_native else None
     network = _network(checkpoint, config, quantization, torch_dtype, target, cache_dir, native)
-    return ModelRunner(network, KVCache(layout, num_blocks, target), Sampler())
+    sampler = Sampler() if native is None else NativeSampler(SamplingKernel(native, torch.get_num_threads()))
+    return ModelRunner(network, KVCache(layout, num_blocks, target), sampler)
 
 
 def _network(

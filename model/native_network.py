@@ -28,6 +28,7 @@ class NativeNetwork:
 
     config: ModelConfig
     device: torch.device
+    weights: str
     embedding: PackedWeights | torch.Tensor
     layers: DecoderLayers
     norm: torch.Tensor
@@ -80,6 +81,7 @@ def build_native(config: ModelConfig, model: PackedModel, native: NativeLibrary,
     return NativeNetwork(
         config=config,
         device=device,
+        weights=model.forms,
         embedding=embedding if (embedding := model.matrices.get(names.EMBEDDING)) else model.tensors[names.EMBEDDING],
         layers=DecoderLayers(native, num_threads, layers, heads, rotary.cos, rotary.sin),
         norm=model.tensors[names.FINAL_NORM],

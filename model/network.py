@@ -17,6 +17,8 @@ from kvrelay.model.layers import GatedMLP, Projection, RMSNorm, RotaryEmbedding,
 from kvrelay.model.step_plan import StepPlan, plan_step
 from kvrelay.types import Batch
 
+_FORMS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Stores KV `[N, 2 * num_kv_heads, head_dim]` and gives the attention of q `[N, num_heads, head_dim]` over it,
 `[N, num_heads * head_dim]`."""
@@ -57,6 +59,7 @@ class TorchNetwork:
 
     config: ModelConfig
     device: torch.device
+    weights: str
     embedding: torch.Tensor
     rotary: RotaryEmbedding
     layers: tuple[DecoderLayer, ...]
@@ -106,6 +109,7 @@ def build_network(
     return TorchNetwork(
         config=config,
         device=device,
+        weights=_FORMS[dtype],
         embedding=embedding,
         rotary=RotaryEmbedding.build(
             config.rope_theta, config.head_dim, config.rope_divisors, config.max_model_len, device

@@ -45,6 +45,7 @@ def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
         max_model_len=runner.config.max_model_len,
         vocab_size=runner.config.vocab_size,
         layout=layout,
+        weights=runner.network.weights,
         device=str(runner.network.device),
     )
     return runner, served

@@ -174,6 +174,7 @@ class WorkerHello(Message):
     vocab_size: int = Field(ge=1)
     max_num_seqs: int = Field(ge=1)
     layout: KVLayout
+    weights: str = Field(default="", max_length=64)  # how they are kept; KV computed with others is not the same
     device: Name
     pid: Count
     host: Name

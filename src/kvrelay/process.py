@@ -35,6 +35,7 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     layout: KVLayout
+    weights: str
     device: str
 
 
@@ -118,6 +119,7 @@ class WorkerProcess:
             vocab_size=served.vocab_size,
             max_num_seqs=self.settings.max_num_seqs,
             layout=served.layout,
+            weights=served.weights,
             device=served.device,
             pid=os.getpid(),
             host=socket.gethostname(),

@@ -88,6 +88,16 @@ def test_workers_without_a_common_transport_are_no_pair() -> None:
     assert [[peer.incarnation for peer in peers] for _, peers in apart.pairs()] == [[3]]
 
 
+def test_workers_with_weights_of_other_precisions_are_no_pair() -> None:
+    """What is computed from one's KV would depend on who computed it."""
+    mixed = cluster(
+        hello(1, Role.PREFILL).model_copy(update={"weights": "bf16"}),
+        hello(2, Role.DECODE).model_copy(update={"weights": "int4+int8"}),
+    )
+    assert not mixed.ready
+    assert "weights in bf16, the receiver in int4+int8; start both with the same --quant" in mixed.why_not_ready
+
+
 def test_a_draining_worker_gets_nothing_new() -> None:
     leaving = cluster(hello(1, Role.PREFILL), hello(2, Role.DECODE))
     leaving.on_status(status(2, draining=True), 0.5)
