@@ -5,6 +5,15 @@
 namespace kvrelay {
 namespace {
 
+// Rows that share a line of weights multiply so long with it that the processor no longer looks far enough ahead by
+// itself; one row alone it serves well. Measured on Zen 4: from half of what memory gives to nearly all.
+constexpr int64_t kAhead = 16384;  // bytes
+
+template <int R>
+inline void fetch_ahead(const void* weights) {
+  if (R >= 4) __builtin_prefetch(static_cast<const char*>(weights) + kAhead, 0, 2);
+}
+
 struct Bf16 {
   static constexpr bool kAmx = false;
   const uint16_t* x;
@@ -18,6 +27,7 @@ struct Bf16 {
     const uint16_t* from = weights + tile * pairs * 2 * kLanes;
     for (int r = 0; r < R; r++) products[r] = floats(0);
     for (int64_t at = row * width; at < row * width + 2 * pairs; at += 2, from += 2 * kLanes) {
+      fetch_ahead<R>(from);
       const Bytes two = load_bytes(from);
       for (int r = 0; r < R; r++) products[r] = dot_bf16(two, x + at + r * width, products[r]);
     }
@@ -36,6 +46,7 @@ struct Fp32 {
     const float* from = weights + tile * columns * kLanes;
     for (int r = 0; r < R; r++) products[r] = floats(0);
     for (int64_t at = row * columns; at < (row + 1) * columns; at++, from += kLanes) {
+      fetch_ahead<R>(from);
       const Floats one = load(from);
       for (int r = 0; r < R; r++) products[r] = multiply_add(one, floats(x[at + r * columns]), products[r]);
     }
