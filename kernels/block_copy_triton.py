@@ -55,7 +55,7 @@ def _launch(kernel: Any, source: torch.Tensor, block_ids: torch.Tensor, target: 
     words = [tensor.view(_WORDS[word_bytes]) for tensor in (source, target)]
     num_words, width = words[0].shape[1], _PROGRAM_BYTES // word_bytes
     grid = (len(block_ids), triton.cdiv(num_words, width))  # where it is empty, nothing is launched
-    kernel[grid](words[0], block_ids, words[1], num_words, width=width)
+    kernel[grid](words[0], block_ids, words[1], num_words, width=width, enable_fp_fusion=False)
 
 
 def _word_bytes(*tensors: torch.Tensor) -> int:

@@ -31,4 +31,4 @@ def digest(words: torch.Tensor, out: torch.Tensor, width: int = _PROGRAM_WORDS) 
     """See `digest.digest_bytes`; words `[n]`, int32. `width` is how many of them a program takes, a power of two."""
     out.zero_()
     if len(words):
-        digest_kernel[(triton.cdiv(len(words), width),)](words, out, len(words), width=width)
+        digest_kernel[(triton.cdiv(len(words), width),)](words, out, len(words), width=width, enable_fp_fusion=False)

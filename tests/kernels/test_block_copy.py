@@ -1,41 +1,24 @@
 """The kernels that pack and unpack KV blocks: every bit as the plain twin copies it, and no byte beyond."""
 
-import importlib.util
 import random
-import subprocess
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from kvrelay.kernels.block_copy import gather_blocks, scatter_blocks
+from tests.kernels.interpreted import load_kernels
 
-triton = pytest.importorskip("triton", reason="the kernels need Triton, which is there for Linux")
-
-SOURCE = Path(__file__).parents[2] / "kernels" / "block_copy_triton.py"
 POISON = 0xA5
 # Bytes of a block: a lone one, odd tails, every word size, more than one program's share, and the bundled model's.
 BLOCK_BYTES = (1, 3, 2, 6, 4, 12, 8, 40, 8191, 8192, 8193, 24584, 12288)
 BLOCK_IDS: tuple[list[int], ...] = ([4], [0, 1, 2], [5, 0, 3], [6, 5, 4, 3, 2, 1, 0], [])
 
 
-def load_kernels(*, interpreted: bool) -> ModuleType:
-    """A copy of the module; `triton.jit` asks when it decorates whether to interpret on the CPU or to compile."""
-    spec = importlib.util.spec_from_file_location(f"block_copy_{interpreted=}", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = interpreted
-        spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     """Interpreted: the very code of the kernels, on tensors of the CPU."""
-    return load_kernels(interpreted=True)
+    return load_kernels("block_copy_triton", interpreted=True)
 
 
 def bits(*shape: int) -> torch.Tensor:
@@ -122,37 +105,3 @@ def test_what_does_not_fit_is_refused(layer: torch.Tensor, block_ids: torch.Tens
         gather_blocks(layer, block_ids, packed)
     with pytest.raises(ValueError, match="do not fit together"):
         scatter_blocks(packed, block_ids, layer)
-
-
-@pytest.mark.parametrize("word", ["i64", "i32", "i16", "u8"])
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", ["gather_kernel", "scatter_kernel"])
-def test_kernels_compile_without_spilled_registers(name: str, arch: int, word: str, tmp_path: Path) -> None:
-    """For GPUs that are not here; where addresses and sizes allow it, 16 bytes are loaded and stored at a time."""
-    ptx = compiled(name, arch, word, tmp_path)
-    assert ".v4.b32" in ptx or ".v2.b64" in ptx
-    architecture = ptx.partition(".target ")[2].split()[0]
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={architecture}", "-o", tmp_path / "out", "/dev/stdin"]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True, timeout=60, check=True)
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
-
-
-def compiled(name: str, arch: int, word: str, cache: Path) -> str:
-    """The PTX of a kernel, of arguments that are multiples of 16, as they are for every model."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module = load_kernels(interpreted=False)
-    kernel = getattr(module, name)
-    pointers = dict.fromkeys(kernel.arg_names[:3], f"*{word}") | {"block_ids": "*i64"}
-    width = module._PROGRAM_BYTES // (int(word[1:]) // 8)
-    source = ASTSource(
-        fn=kernel,
-        signature={**pointers, "num_words": "i32", "width": "constexpr"},
-        constexprs={"width": width},
-        attrs={(index,): [["tt.divisibility", 16]] for index in (0, 1, 2, 3)},
-    )
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(cache)
-        ptx: str = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
-        return ptx

@@ -1,39 +1,22 @@
 """The digest of bytes on a device: what its docstring says, the same from both twins, another one after any damage."""
 
-import importlib.util
 import random
 import struct
-import subprocess
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from kvrelay.kernels.digest import digest_bytes
+from tests.kernels.interpreted import load_kernels
 
-triton = pytest.importorskip("triton", reason="the kernel needs Triton, which is there for Linux")
-
-SOURCE = Path(__file__).parents[2] / "kernels" / "digest_triton.py"
 NUM_WORDS = (1, 2, 3, 5, 127, 128, 129, 2047, 2048, 2049, 5000)
-
-
-def load_kernels(*, interpreted: bool) -> ModuleType:
-    """A copy of the module; `triton.jit` asks when it decorates whether to interpret on the CPU or to compile."""
-    spec = importlib.util.spec_from_file_location(f"digest_{interpreted=}", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = interpreted
-        spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     """Interpreted: the very code of the kernel, on tensors of the CPU."""
-    return load_kernels(interpreted=True)
+    return load_kernels("digest_triton", interpreted=True)
 
 
 def content(num_words: int) -> bytes:
@@ -120,33 +103,3 @@ def test_what_is_missing_or_too_much_is_noticed_though_it_be_zeros() -> None:
 def test_what_has_no_digest_is_refused(given: torch.Tensor, out: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="no digest"):
         digest_bytes(given, out)
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-def test_the_kernel_compiles_without_spilled_registers(arch: int, tmp_path: Path) -> None:
-    """For GPUs that are not here; 16 bytes are loaded at a time, and one program adds to the sum once."""
-    ptx = compiled(arch, tmp_path)
-    assert ".v4.b32" in ptx
-    assert ptx.count("atom.") == 1
-    architecture = ptx.partition(".target ")[2].split()[0]
-    command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={architecture}", "-o", tmp_path / "out", "/dev/stdin"]
-    done = subprocess.run(command, input=ptx, capture_output=True, text=True, timeout=60, check=True)
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr
-
-
-def compiled(arch: int, cache: Path) -> str:
-    """The PTX of the kernel, of arguments that are multiples of 16, as they are for every model."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module = load_kernels(interpreted=False)
-    source = ASTSource(
-        fn=module.digest_kernel,
-        signature={"words": "*i32", "out": "*i64", "num_words": "i32", "width": "constexpr"},
-        constexprs={"width": module._PROGRAM_WORDS},
-        attrs={(index,): [["tt.divisibility", 16]] for index in (0, 1, 2)},
-    )
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(cache)
-        ptx: str = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
-        return ptx
