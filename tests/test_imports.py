@@ -26,11 +26,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "deploy": (),
 }
 # Measure the hand-over and the kernels themselves, which cannot be seen from outside through HTTP.
-EXCEPTIONS: dict[str, tuple[str, ...]] = {"bench.transfer": ("transfer",), "bench.kernels": ("kernels",)}
+EXCEPTIONS: dict[str, tuple[str, ...]] = {
+    "bench.transfer": ("transfer",),
+    "bench.kernels": ("kernels",),
+    "bench.gpu_kernels": ("kernels",),
+    "bench.gpu_step": ("kernels",),
+}
 # The command line starts processes: it imports their entry points, inside the command that runs them.
 ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker", "bench.verify")
 TORCH_FREE = ("gateway", "planner", "bench", "transfer.protocol", "prefill.scheduler", "decode.scheduler")
-NEED_TORCH = ("bench.kernels", "bench.versus_transformers")  # measure what is torch's, or is compared with it
+# Measure what is torch's, or is compared with it.
+NEED_TORCH = ("bench.kernels", "bench.gpu_kernels", "bench.gpu_step", "bench.versus_transformers")
 BANNED_NAMES = {"utils", "util", "common", "core", "base", "helper", "helpers", "manager", "managers"}
 
 
