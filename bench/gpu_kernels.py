@@ -133,22 +133,24 @@ def _copy_and_matrices(rates: Rates) -> Iterator[dict[str, Any]]:
 def _decode(rates: Rates, device: torch.device) -> Iterator[dict[str, Any]]:
     for decoder, batch, context in DECODE:
         shape = f"{batch} x {context}, head {decoder.head_dim}"
-        paged = PagedContext.random(decoder, batch, context, device)
-        q = torch.randn((batch, decoder.num_heads, decoder.head_dim), dtype=torch.bfloat16, device=device)
-        took_s = seconds([partial(_attend, q, paged, paged.kv, None)])
-        goal = "85" if (batch, context) == (64, 4096) else ""
-        num_bytes = gpu_costs.decode_attention_bytes(decoder, batch, context)
-        yield by_memory("decode attention", shape, num_bytes, took_s, rates, goal)
-        codes = torch.randint_like(paged.kv, -127, 128, dtype=torch.int8)
-        scales = torch.rand(codes.shape[:4], device=device)
-        took_s = seconds([partial(_attend, q, paged, codes, scales)])
-        num_bytes = gpu_costs.decode_attention_bytes(decoder, batch, context, quantised=True)
-        yield by_memory("decode attention, int8", shape, num_bytes, took_s, rates)
+        for quantised in (False, True):
+            num_bytes = gpu_costs.decode_attention_bytes(decoder, batch, context, quantised=quantised)
+            calls = [_decoding(decoder, batch, context, quantised, device) for _ in range(1 + CACHE_BYTES // num_bytes)]
+            goal = "85" if (batch, context) == (64, 4096) and not quantised else ""
+            what = "decode attention, int8" if quantised else "decode attention"
+            yield by_memory(what, shape, num_bytes, seconds(calls), rates, goal)
 
 
-def _attend(q: torch.Tensor, paged: PagedContext, kv: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Decodes over other KV of the same shape."""
-    decode_attention(q, kv, paged.block_tables, paged.num_positions, torch.empty_like(q), scales)
+def _decoding(
+    decoder: Decoder, batch: int, context: int, quantised: bool, device: torch.device
+) -> Callable[[], object]:
+    paged = PagedContext.random(decoder, batch, context, device)
+    q = torch.randn((batch, decoder.num_heads, decoder.head_dim), dtype=torch.bfloat16, device=device)
+    kv, scales = paged.kv, None
+    if quantised:
+        kv = torch.randint(-127, 128, kv.shape, dtype=torch.int8, device=device)
+        scales = torch.rand(kv.shape[:4], device=device)
+    return partial(decode_attention, q, kv, paged.block_tables, paged.num_positions, torch.empty_like(q), scales)
 
 
 def _prefill(rates: Rates, device: torch.device) -> Iterator[dict[str, Any]]:

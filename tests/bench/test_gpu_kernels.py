@@ -1,6 +1,7 @@
 """The measurements of GPU kernels, as far as they need no GPU: what is read and multiplied, and the step itself."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from kvrelay.bench import gpu_costs, gpu_kernels
 from kvrelay.bench.gpu_costs import LLAMA_1B, LLAMA_8B, Decoder
 from kvrelay.bench.gpu_step import RandomStep
 
-TINY = Decoder(num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=16, intermediate=48, vocab=97)
+TINY = Decoder(num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=16, intermediate=64, vocab=97)
 
 
 def test_decode_attention_reads_keys_and_values_once() -> None:
@@ -71,3 +72,31 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         gpu_kernels.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == "The GPU kernels can only be measured on a GPU, and torch sees none here.\n"
+
+
+def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On plain torch, of tiny shapes, with one second for each call."""
+
+    def seconds(calls: list[Callable[[], object]]) -> float:
+        calls[0]()
+        return 1.0
+
+    for name, value in {
+        "seconds": seconds,
+        "LLAMA_1B": TINY,
+        "LLAMA_8B": TINY,
+        "DECODE": ((TINY, 2, 20),),
+        "PREFILL_TOKENS": (33,),
+        "FEW_ROWS": (1,),
+        "MANY_ROWS": (5,),
+        "STEPS": ((2, 20),),
+        "CACHE_BYTES": 5000,
+    }.items():
+        monkeypatch.setattr(gpu_kernels, name, value)
+    rows = list(gpu_kernels.figures(gpu_kernels.Rates(1e9, 1e9), torch.device("cpu")))
+    assert {row["what"] for row in rows} == {
+        "copy", "torch.mm", "decode attention", "decode attention, int8", "prefill attention", "product",
+        "product, int8 groups", "sampling", "decode step, 1B",
+    }  # fmt: skip
+    assert all(row["%"] > 0 for row in rows)
+    assert len({tuple(row) for row in rows}) == 1
