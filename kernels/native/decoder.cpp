@@ -43,7 +43,7 @@ Scratch carve(const DecoderLayer& layer, int64_t rows, Parts& parts) {
   scratch.wide = parts.floats(rows * std::max(layer.qkv.outputs, layer.gate_up.outputs));
   scratch.narrow = parts.floats(rows * columns);
   scratch.query = parts.floats(rows * layer.output.columns);
-  scratch.workspace = parts.take(rows * num_groups(columns) * kWorkspaceBytes);
+  scratch.workspace = parts.take(workspace_bytes(rows, columns));
   return scratch;
 }
 

@@ -35,13 +35,17 @@ void linear_fp32(const float* x, int64_t rows, int64_t columns, const float* wei
 
 enum class Form : int64_t { kInt4, kInt8, kBf16, kFp32 };
 
-// A whole layer: x is [rows, columns], finite, and is quantised or rounded into the workspace first, which has
-// kWorkspaceBytes for each row, of a multiple of 16 rows, and group of columns.
+// A whole layer: x is [rows, columns], finite, and is quantised or rounded into the workspace first.
 void linear(Form form, const float* x, int64_t rows, int64_t columns, const void* weights, Outputs to, void* workspace,
             int64_t threads);
 
-constexpr int64_t kWorkspaceBytes = 64;
+// Whatever the form, for whole blocks of 16 rows, which are what AMX reads.
+constexpr int64_t kWorkspaceBytes = 64;  // for a row and a group of columns
 static_assert(kWorkspaceBytes >= kGroup * static_cast<int64_t>(sizeof(uint16_t)), "as bfloat16");
 static_assert(kWorkspaceBytes >= kGroup + 2 * static_cast<int64_t>(sizeof(float)) + 4, "as QuantizedRows");
+
+inline int64_t workspace_bytes(int64_t rows, int64_t columns) {
+  return (rows + 15) / 16 * 16 * num_groups(columns) * kWorkspaceBytes;
+}
 
 }  // namespace kvrelay
