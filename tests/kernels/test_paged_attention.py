@@ -70,6 +70,19 @@ def test_a_token_has_the_same_bits_however_it_is_computed(kernels: Kernels, shap
     assert torch.equal(torch.cat((alone, whole[20:21])), decoded(other, [(1, 3), (0, 130), (1, 61)], module)[1:])
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(("warpgroups", "shape"), SOME, ids=str)
+def test_long_contexts_have_the_same_bits_too(shape: Shape, warpgroups: bool) -> None:
+    """In the splits that users get."""
+    module = load_kernels("paged_attention_triton", interpreted=True)
+    vars(module)["has_warpgroups"] = lambda device: warpgroups
+    on = paged(shape, (1100, 520))
+    chunks, rows = [(0, 1015, 1100), (1, 505, 520)], [(0, 1100), (1, 512), (1, 513), (0, 1024), (0, 1025)]
+    whole, found = prefilled(on, chunks, module), decoded(on, rows, module)
+    assert_close(whole, prefilled(on, chunks))
+    assert torch.equal(found, whole[[84, 85 + 6, 85 + 7, 8, 9]])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     on = paged(SHAPES[0], (20,))
     q, counts = on.queries[0][:1], int32([20], torch.device("cpu"))
