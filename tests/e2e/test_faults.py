@@ -62,9 +62,9 @@ def test_a_killed_worker_ends_its_requests_and_the_cluster_recovers(cluster: Clu
 
     killer = threading.Thread(target=kill)
     killer.start()
-    outcome = blow(cluster, Storm(count=120, at_once=24, cancel_share=0, seed=2, vocab_size=VOCAB - 4))
+    outcome = blow(cluster, Storm(count=400, at_once=24, cancel_share=0, seed=2, vocab_size=VOCAB - 4))
     killer.join(END_S)
-    assert outcome.completed + len(outcome.failed) == 120
+    assert outcome.completed + len(outcome.failed) == 400
     assert outcome.completed > 0
     wait_for("a new process in its place", lambda: _replaced(cluster, victim), END_S)
     wait_for("every block to come home", cluster.idle, END_S)
