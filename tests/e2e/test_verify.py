@@ -1,4 +1,4 @@
-"""`kvrelay verify` on real clusters. Whether all arms are the same is for kernels to say, not for this test."""
+"""`kvrelay verify` on real clusters: with native kernels, nothing that differs between them changes a bit."""
 
 import json
 import os
@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import running
+from tests.places import CACHE_DIR
 from tests.tiny_model import write_tiny_model
 
 
 def verify(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     """Its exit code and what it wrote."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")}
+    environ["KVRELAY_NATIVE_DIR"] = str(CACHE_DIR)
     record = folder / "verify.json"
     done = subprocess.run(
         [sys.executable, "-m", "kvrelay", "verify", f"--json={record}", *options],
@@ -31,9 +33,14 @@ def verify(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_one_cluster_is_like_itself_one_request_at_a_time(tmp_path: Path) -> None:
-    """Nothing runs beside a request, and nothing is cached: even kernels that mind either give the same bits."""
+    """Nothing runs beside a request, and nothing is cached: also kernels that mind either give the same bits."""
     model = write_tiny_model(tmp_path / "tiny")
-    options: dict[str, Any] = {"dtype": "float32", "kv_memory": "16M", "cache_dir": tmp_path / "cache"}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_memory": "16M",
+        "cache_dir": tmp_path / "cache",
+        "native_dir": CACHE_DIR,
+    }
     with running(tmp_path, model, prefix_cache=False, **options) as up:
         code, record = verify(tmp_path, f"--url={up.url}", f"--against={up.url}", "--requests=15", "--concurrency=1")
     assert (code, record["requests"], record["mismatches"]) == (0, 30, 0)
@@ -41,16 +48,13 @@ def test_one_cluster_is_like_itself_one_request_at_a_time(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(300)
-def test_clusters_started_here_answer_everything_and_are_what_they_are_named_for(tmp_path: Path) -> None:
+def test_clusters_started_here_are_the_same_and_what_they_are_named_for(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     options = ["--dtype=float32", f"--model={model}", f"--cache-dir={tmp_path / 'cache'}", "--requests=70"]
     code, record = verify(tmp_path, "--local", "--arms=no-cache,both-few-blocks", "--max-model-len=160", *options)
-    assert code == (1 if record["mismatches"] else 0)
+    assert (code, record["requests"], record["mismatches"]) == (0, 210, 0)
     whole, no_cache, few = record["arms"]
     assert [arm["name"] for arm in record["arms"]] == ["whole", "no-cache", "both-few-blocks"]
-    assert [arm["requests"] for arm in record["arms"]] == [70, 70, 70]
-    failures = [arm["first_difference"] for arm in record["arms"] if arm["first_difference"]]
-    assert all(failure["index"] is not None for failure in failures), "every request was answered"
     assert whole["cached_tokens"] > 0
     assert no_cache["cached_tokens"] == 0
     assert few["preempted"] > 0
