@@ -78,6 +78,7 @@ def child_specs(
             **shared,
             **_options(arm, role, settings, layout),
             dtype=settings.dtype,
+            quantization=settings.quantization,
             role=role,
             name=name,
             gateways=(at,),

@@ -86,6 +86,7 @@ Addresses = Annotated[
 Url = Annotated[str, Metavar("URL"), AfterValidator(_http_url)]
 LogFormat = Literal["full", "short"]
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -147,7 +148,7 @@ class WorkerOptions(ProcessSettings):
     threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Dtype = Field("auto", description="Precision of the model.")
-    quantization: Literal["auto", "none", "int8", "int4"] = Field(
+    quantization: Quantization = Field(
         "auto", description="How the CPU keeps weights; auto keeps those of a quantised file as they are."
     )
     kernels: Literal["auto", "torch"] = Field("auto", description="What a CPU computes with; auto: native code.")
@@ -263,6 +264,7 @@ class VerifySettings(ClientSettings):
     )
     model: str = Field("smollm2-135m", description="With --local: folder, GGUF file or name of the model.")
     dtype: Dtype = Field("auto", description="With --local: precision of the model.")
+    quantization: Quantization = Field("auto", description="With --local: how the CPU keeps weights.")
     cache_dir: Folder = Field(Path("~/.cache/kvrelay"), description="With --local: fetched models and weights.")
 
     @model_validator(mode="after")

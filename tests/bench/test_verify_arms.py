@@ -14,7 +14,7 @@ ADDRESSES = Addresses(http=1234, workers=1235)
 
 def told(arm: str, **options: Any) -> dict[str, dict[str, str]]:
     """What each process of an arm is told, by name, but its `KVRELAY_`."""
-    settings = VerifySettings(local=True, model="m", dtype="float32", **options)
+    settings = VerifySettings(local=True, model="m", dtype="float32", quantization="none", **options)
     environ = {"PATH": "/bin", "KVRELAY_ARMS": "x"}
     specs = child_specs(ARMS[arm], settings, ADDRESSES, LAYOUT, environ)
     assert all(spec.environ["PATH"] == "/bin" and "KVRELAY_ARMS" not in spec.environ for spec in specs)
@@ -30,7 +30,8 @@ def test_the_plain_one_computes_prompts_whole() -> None:
         assert (worker["ROLE"], worker["CORE"], worker["WORKERS_ON_MACHINE"]) == (role, core, "2")
         assert worker["GATEWAYS"] == processes["gateway"]["LISTEN"] == "tcp://127.0.0.1:1235"
         assert worker["MAX_BATCH_TOKENS"] == worker["MAX_MODEL_LEN"] == "500"
-        assert (worker["MODEL"], worker["DTYPE"], worker["PREFIX_CACHE"]) == ("m", "float32", "True")
+        assert (worker["MODEL"], worker["PREFIX_CACHE"]) == ("m", "True")
+        assert (worker["DTYPE"], worker["QUANTIZATION"]) == ("float32", "none")
 
 
 @pytest.mark.parametrize("arm", [name for name in ARMS if name != PLAIN])

@@ -14,7 +14,7 @@ from tests.places import CACHE_DIR
 from tests.tiny_model import write_tiny_model
 
 
-def verify(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+def verify(folder: Path, *options: str, timeout_s: float = 240) -> tuple[int, dict[str, Any]]:
     """Its exit code and what it wrote."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("KVRELAY_")}
     environ["KVRELAY_NATIVE_DIR"] = str(CACHE_DIR)
@@ -24,7 +24,7 @@ def verify(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
@@ -58,3 +58,20 @@ def test_clusters_started_here_are_the_same_and_what_they_are_named_for(tmp_path
     assert whole["cached_tokens"] > 0
     assert no_cache["cached_tokens"] == 0
     assert few["preempted"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("auto", "auto"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "none")],
+)
+def test_the_bundled_model_is_the_same_everywhere_in_every_precision(
+    tmp_path: Path, cache_dir: Path, dtype: str, quantization: str
+) -> None:
+    """A thousand requests in each, to clusters of every form."""
+    precision = [f"--dtype={dtype}", f"--quantization={quantization}", f"--cache-dir={cache_dir}"]
+    code, record = verify(tmp_path, "--local", "--requests=91", *precision, timeout_s=1700)
+    assert (code, record["requests"], record["mismatches"]) == (0, 91 * len(record["arms"]), 0)
+    assert record["requests"] >= 1000
+    assert any(arm["preempted"] for arm in record["arms"])
