@@ -56,7 +56,7 @@ def test_a_killed_worker_ends_its_requests_and_the_cluster_recovers(cluster: Clu
     killed_at: list[float] = []
 
     def kill() -> None:
-        wait_for("work at the victim", lambda: cluster.snapshot()["num_requests"] >= 8)
+        wait_for("work at the victim", lambda: cluster.snapshot()["num_requests"] >= 1)
         os.kill(victim["pid"], signal.SIGKILL)
         killed_at.append(time.monotonic())
 

@@ -25,7 +25,7 @@ def test_the_phases_of_a_request_are_measured(gateway: Gateway) -> None:
     for phase, low, high in (("prefill", 1.9, 2.1), ("transfer", 1.4, 1.6)):
         assert gateway.metric(f'kvrelay_phase_seconds_count{{phase="{phase}"}}') == 1
         assert low < gateway.metric(f'kvrelay_phase_seconds_sum{{phase="{phase}"}}') < high
-    assert gateway.metric('kvrelay_phase_seconds_sum{phase="hand_over"}') >= 0.5
+    assert gateway.metric('kvrelay_phase_seconds_sum{phase="hand_over"}') > 0.4
 
 
 def test_events_of_a_request_that_is_nobodys_are_ignored(gateway: Gateway) -> None:
