@@ -36,11 +36,11 @@ def main() -> None:
     """Runs every arm on the same machine in one run, and prints and writes what came out."""
     options = _arguments()
     rows: list[dict[str, Any]] = []
-    for arm in options.arm + (list(PEERS) if options.peers else []):
+    for arm in options.arm + (options.peer if options.peers else []):
         with _server(arm, options.peers) as url:
             rows += _measure(arm, url, options)
     show(f"{options.input_len} tokens in, {options.output_len} out", rows)
-    for peer in PEERS if options.peers else ():
+    for peer in options.peer if options.peers else ():
         show(f"Times as fast as {peer} (above 1: faster, or sooner)", ratios(rows, peer))
     write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})
 
@@ -48,6 +48,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", nargs="+", choices=list(OURS), default=list(OURS), help="how the workers are placed")
+    parser.add_argument("--peer", nargs="*", choices=list(PEERS), default=list(PEERS), help="which, with --peers")
+    parser.add_argument("--no-interference", action="store_true", help="leave out short chats beside long prompts")
     parser.add_argument("--input-len", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output-len", type=int, default=64, help="generated tokens")
     parser.add_argument("--peers", type=Path, help="folder with the scripts that start other systems")
@@ -75,6 +77,8 @@ def _measure(arm: str, url: str, options: argparse.Namespace) -> Iterator[dict[s
         asyncio.run(run(url, model, warm_up))
         figures = summary(asyncio.run(run(url, model, load)))
         yield _told({"arm": arm, "load": f"{concurrency} at a time", **figures, "long_ttft_p50_ms": ""})
+    if options.no_interference:
+        return
     figures = asyncio.run(interfere(url, model, options.seed + 1000))
     yield _told({"arm": arm, "load": "interference", **figures})
 

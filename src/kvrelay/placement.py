@@ -12,6 +12,8 @@ def place(core: int | None, threads: int | None) -> int:
         os.sched_setaffinity(0, {usable[core % len(usable)]})
     count = threads or len(os.sched_getaffinity(0))
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(count)))
-    # Threads that spin while they wait take the cores from the other processes of the cluster.
+    # Threads that spin for long while they wait take the cores from the other processes of the cluster. But for some
+    # tens of microseconds they should: a step on several threads waits hundreds of times, and waking takes longer.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     return count
