@@ -1,7 +1,7 @@
 """Speed of this checkout through HTTP, and of other systems in the same run: tokens/s, TTFT and ITL under load.
 
 Two loads: so many requests at a time, and short chats while long prompts come. Every arm has the whole machine; those
-in bf16 compute in the precision of the systems they are compared with, the others in that of the model's file.
+in 4 bit keep the weights as the model's file has them, the others compute in the precision of those compared with.
 """
 
 import argparse
@@ -25,8 +25,8 @@ CONCURRENCY = (1, 8, 32)
 OURS: dict[str, dict[str, object]] = {
     "1P1D": {"prefill": 1, "decode": 1},
     "both": {"prefill": 0, "decode": 0, "both": 1, "threads": 2},
-    "1P1D bf16": {"prefill": 1, "decode": 1, "dtype": "bfloat16", "quantization": "none"},
-    "both bf16": {"prefill": 0, "decode": 0, "both": 1, "threads": 2, "dtype": "bfloat16", "quantization": "none"},
+    "1P1D 4 bit": {"prefill": 1, "decode": 1, "quantization": "auto"},
+    "both 4 bit": {"prefill": 0, "decode": 0, "both": 1, "threads": 2, "quantization": "auto"},
 }
 HIGHER_IS_BETTER = ("tokens_per_s",)
 COMPARED = ("tokens_per_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms")

@@ -31,7 +31,7 @@ def load(
     native_dir: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
-    quantization: Quantization = Quantization.AUTO,
+    quantization: Quantization = Quantization.NONE,
     kernels: str = "auto",
     block_size: int = 16,
     kv_memory_bytes: int | None = None,

@@ -149,7 +149,8 @@ class WorkerOptions(ProcessSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Dtype = Field("auto", description="Precision of the model.")
     quantization: Quantization = Field(
-        "auto", description="How the CPU keeps weights; auto keeps those of a quantised file as they are."
+        "none",
+        description="How the CPU keeps weights; auto keeps those of a quantised file as they are, which is faster.",
     )
     kernels: Literal["auto", "torch"] = Field("auto", description="What a CPU computes with; auto: native code.")
     native_dir: Folder | None = Field(None, description="Where native code is kept, if not in the cache folder.")
@@ -263,7 +264,7 @@ class VerifySettings(ClientSettings):
         None, alias="json", description="Also write the figures to this file; - for stdout, alone."
     )
     model: str = Field("smollm2-135m", description="With --local: folder, GGUF file or name of the model.")
-    dtype: Dtype = Field("auto", description="With --local: precision of the model.")
+    dtype: Dtype = Field("none", description="With --local: precision of the model.")
     quantization: Quantization = Field("auto", description="With --local: how the CPU keeps weights.")
     cache_dir: Folder = Field(Path("~/.cache/kvrelay"), description="With --local: fetched models and weights.")
 
