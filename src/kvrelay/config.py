@@ -264,8 +264,8 @@ class VerifySettings(ClientSettings):
         None, alias="json", description="Also write the figures to this file; - for stdout, alone."
     )
     model: str = Field("smollm2-135m", description="With --local: folder, GGUF file or name of the model.")
-    dtype: Dtype = Field("none", description="With --local: precision of the model.")
-    quantization: Quantization = Field("auto", description="With --local: how the CPU keeps weights.")
+    dtype: Dtype = Field("auto", description="With --local: precision of the model.")
+    quantization: Quantization = Field("none", description="With --local: how the CPU keeps weights.")
     cache_dir: Folder = Field(Path("~/.cache/kvrelay"), description="With --local: fetched models and weights.")
 
     @model_validator(mode="after")
