@@ -12,10 +12,14 @@ _AMX = (*_BF16, "amx_tile", "amx_int8", "amx_bf16")
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What the compiler may use. `cpu_flags` are the names of Linux for what the processor must have."""
+    """What the compiler may use. `cpu_flags` are the names of Linux for what the processor must have.
+
+    One that is not `tried`, since no such processor has run it yet, is taken only where it is named.
+    """
 
     name: str
     cpu_flags: tuple[str, ...] = ()
+    tried: bool = True
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
@@ -24,7 +28,7 @@ class Level:
 
 
 LEVELS = (
-    Level("amx", _AMX),
+    Level("amx", _AMX, tried=False),
     Level("avx512bf16", _BF16),
     Level("avx512vnni", _VNNI),
     Level("avx512", _AVX512),
@@ -36,6 +40,11 @@ LEVELS = (
 def levels_of(cpu_flags: frozenset[str]) -> tuple[Level, ...]:
     """The levels that a processor with these flags can run, the best first. The last one is always `portable`."""
     return tuple(level for level in LEVELS if cpu_flags.issuperset(level.cpu_flags))
+
+
+def best_level(cpu_flags: frozenset[str]) -> Level:
+    """The best of the levels that were tried."""
+    return next(level for level in levels_of(cpu_flags) if level.tried)
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.kernels.native_build import build_native
-from kvrelay.kernels.native_levels import Level, levels_of, read_cpu_flags
+from kvrelay.kernels.native_levels import Level, best_level, read_cpu_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,6 @@ def load_native(cache_dir: Path, level: Level | None = None) -> NativeLibrary | 
 
     None, with a line in the log, where they cannot be built. Raises StartError if the cache folder cannot be used.
     """
-    chosen = level or levels_of(read_cpu_flags())[0]
+    chosen = level or best_level(read_cpu_flags())
     path = build_native(cache_dir, chosen)
     return None if path is None else NativeLibrary(chosen, ctypes.CDLL(str(path)))

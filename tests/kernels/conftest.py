@@ -9,7 +9,10 @@ from kvrelay.kernels.native_levels import LEVELS, Level, levels_of, read_cpu_fla
 from kvrelay.kernels.native_library import NativeLibrary, load_native
 
 
-@pytest.fixture(scope="session", params=LEVELS, ids=lambda level: level.name)
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(level, marks=[] if level.tried else [pytest.mark.soak], id=level.name) for level in LEVELS],
+)
 def native(request: pytest.FixtureRequest, cache_dir: Path) -> NativeLibrary:
     """A machine that runs these tests can compile: `make test` asks for that. Levels that it cannot run are skipped."""
     level: Level = request.param

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.kernels.native_build import build_native
-from kvrelay.kernels.native_levels import LEVELS, levels_of, read_cpu_flags
+from kvrelay.kernels.native_levels import LEVELS, best_level, levels_of, read_cpu_flags
 from kvrelay.kernels.native_library import load_native
 
 PORTABLE = LEVELS[-1]
@@ -125,6 +125,7 @@ def test_the_level_is_the_best_that_the_processor_has(tmp_path: Path, cpu_flags:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {cpu_flags}\n\nprocessor\t: 1\nflags\t\t: {cpu_flags}\n")
     levels = levels_of(read_cpu_flags(cpuinfo))
+    assert best_level(read_cpu_flags(cpuinfo)) == next(level for level in levels if level.name != "amx")
     assert levels[0].name == best
     assert levels[-1] == PORTABLE
 
