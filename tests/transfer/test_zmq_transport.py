@@ -94,13 +94,14 @@ def send(transport: ZmqTransport, peer: Peer, header: bytes, payload: bytes) -> 
 
 
 def test_nothing_queues_for_a_process_that_is_not_there(sender: ZmqTransport, sockets: Sockets) -> None:
-    gone = sockets.transport(RECEIVER)
-    peer = peer_of(gone)
-    gone.close()
-    assert not sender.send(peer, *piece(1))
-    sender.forget(RECEIVER)
-    assert not sender.blocked()
-    sender.forget(RECEIVER)  # a second time is fine
+    with socket.socket() as nobody:  # has the port and does not listen: a closed ZeroMQ socket may, for a moment
+        nobody.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        peer = peer_of(sockets.transport(RECEIVER)).model_copy(update={"data_endpoints": {"zmq": endpoint}})
+        assert not sender.send(peer, *piece(1))
+        sender.forget(RECEIVER)
+        assert not sender.blocked()
+        sender.forget(RECEIVER)  # a second time is fine
 
 
 def test_garbage_frames_are_counted_and_the_next_piece_still_arrives(
