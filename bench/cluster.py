@@ -21,9 +21,7 @@ def running(**options: object) -> Iterator[str]:
     Raises:
         RuntimeError: it did not get ready; the sentence holds the end of its log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -41,6 +39,12 @@ def running(**options: object) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(30)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:

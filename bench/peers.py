@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+
+from kvrelay.bench.cluster import free_port
 
 READY_S = 600.0  # vLLM compiles for minutes before it answers
 PEERS = {"vLLM": "vllm_colocated.sh", "vLLM 1P1D": "vllm_pd.sh"}
@@ -22,7 +23,7 @@ def running_peer(folder: Path, name: str) -> Iterator[str]:
     Raises:
         RuntimeError: it ended, or did not answer in time.
     """
-    port = _free_port()
+    port = free_port()
     command = [str(folder / PEERS[name]), str(port)]
     process = subprocess.Popen(
         ["bash", *command],
@@ -42,13 +43,6 @@ def running_peer(folder: Path, name: str) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", name: str, url: str) -> None:

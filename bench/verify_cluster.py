@@ -1,13 +1,13 @@
 """Starts a cluster of `kvrelay verify --local`, and ends it with everything it started."""
 
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvrelay.bench.cluster import free_port
 from kvrelay.bench.verify_arms import Addresses, LocalArm, child_specs
 from kvrelay.bench.verify_client import snapshot_of
 from kvrelay.client import GatewayError
@@ -29,7 +29,7 @@ def running(arm: LocalArm, settings: VerifySettings, layout: KVLayout | None) ->
     Raises:
         StartError: a process of it ended, or it did not get ready in time; the text says which and why.
     """
-    addresses, lines = Addresses(_free_port(), _free_port()), deque[str](maxlen=_MAX_LINES)
+    addresses, lines = Addresses(free_port(), free_port()), deque[str](maxlen=_MAX_LINES)
     supervisor = Supervisor(child_specs(arm, settings, addresses, layout, os.environ), lines.append)
     try:
         _wait(supervisor, [name for name, _ in arm.workers], addresses.url, lines)
@@ -54,8 +54,3 @@ def _snapshot(url: str) -> dict[str, Any] | None:
         return snapshot_of(url)
     except GatewayError:  # it is still starting; if it ends instead, the supervisor says so
         return None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

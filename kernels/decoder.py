@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.kernels.attention import TYPES
+from kvrelay.kernels.attention import TYPES, PagedRows
 from kvrelay.kernels.linear import FORM_NUMBERS
 from kvrelay.kernels.linear_packing import PackedWeights
 from kvrelay.kernels.native_library import NativeLibrary
+from kvrelay.kernels.pointwise import WrittenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +29,6 @@ class LayerWeights:
     mlp_norm: torch.Tensor  # [hidden]
     gate_up: PackedWeights
     down: PackedWeights
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The N packed rows of a step: of S sequences, each a run of positions. All int64, contiguous, on the CPU.
-
-    Sequence s has rows `row_offsets[s]` to `row_offsets[s + 1]`, its positions from `starts[s]` on, and the blocks
-    `block_ids[table_offsets[s] : table_offsets[s + 1]]`, which cover them.
-    """
-
-    positions: torch.Tensor  # [N]
-    slots: torch.Tensor  # [N]: where each row's KV goes, block * block_size + offset
-    begun_blocks: torch.Tensor  # blocks whose first token is in this step and last is not
-    row_offsets: torch.Tensor  # [S + 1]
-    starts: torch.Tensor  # [S]
-    table_offsets: torch.Tensor  # [S + 1]
-    block_ids: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,31 +105,31 @@ class DecoderLayers:
         self._heads = heads
         self._cos, self._sin = cos, sin
 
-    def begin(self, residual: torch.Tensor, rows: StepRows, kv: torch.Tensor) -> "StepUnderWay":
+    def begin(self, residual: torch.Tensor, read: PagedRows, written: WrittenRows, kv: torch.Tensor) -> "StepUnderWay":
         """A step over `residual`, float32 `[N, hidden]`, which every layer adds to in its place.
 
-        kv is the whole cache, `[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]`, bfloat16 or float32.
-        Positions, slots and blocks must exist: they are not checked here.
+        `read` and `written` are the same N rows. kv is the whole cache, `[num_layers, num_blocks, 2, num_kv_heads,
+        block_size, head_dim]`, bfloat16 or float32. Positions, slots and blocks must exist: they are not checked here.
         """
         step = _Step(
             residual.data_ptr(),
             self._cos.data_ptr(),
             self._sin.data_ptr(),
-            rows.positions.data_ptr(),
-            rows.slots.data_ptr(),
-            rows.begun_blocks.data_ptr(),
-            rows.row_offsets.data_ptr(),
-            rows.starts.data_ptr(),
-            rows.table_offsets.data_ptr(),
-            rows.block_ids.data_ptr(),
+            written.positions.data_ptr(),
+            written.slots.data_ptr(),
+            written.begun.data_ptr(),
+            read.row_offsets.data_ptr(),
+            read.starts.data_ptr(),
+            read.table_offsets.data_ptr(),
+            read.block_ids.data_ptr(),
             None,
             len(residual),
-            len(rows.begun_blocks),
-            len(rows.starts),
+            len(written.begun),
+            len(read.starts),
             self._heads.num_heads,
             self._heads.num_kv_heads,
             self._heads.head_dim,
-            kv.shape[4],
+            read.block_size,
             TYPES[kv.dtype],
             self._num_threads,
             self._heads.eps,
@@ -154,7 +138,7 @@ class DecoderLayers:
         self._scratch_bytes(ctypes.byref(self._layers[0]), ctypes.byref(step), ctypes.byref(num_bytes))
         scratch = torch.empty(num_bytes.value, dtype=torch.uint8)
         step.scratch = scratch.data_ptr()
-        return StepUnderWay(step, residual, rows, kv, scratch)
+        return StepUnderWay(step, residual, read, written, kv, scratch)
 
     def compute(self, layer: int, step: "StepUnderWay") -> None:
         """The next layer: its KV of the step goes into the cache, and what it gives is added to the residual."""
@@ -167,7 +151,8 @@ class StepUnderWay:
 
     addresses: _Step
     residual: torch.Tensor
-    rows: StepRows
+    read: PagedRows
+    written: WrittenRows
     kv: torch.Tensor
     scratch: torch.Tensor
 

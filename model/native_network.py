@@ -49,8 +49,9 @@ class NativeNetwork:
 
     def begin(self, batch: Batch, kv_cache: KVCache) -> "NativePass":
         """See `forward.Network`."""
-        plan = plan_native(batch, kv_cache.layout, kv_cache.num_blocks)
-        return NativePass(self, plan, self.layers.begin(self.embed(plan.token_ids), plan.rows, kv_cache.tensor))
+        plan = plan_native(batch, kv_cache.layout, kv_cache.num_blocks, self.config.max_model_len)
+        residual = self.embed(plan.token_ids)
+        return NativePass(self, plan, self.layers.begin(residual, plan.read, plan.written, kv_cache.tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,14 @@ def build_native(config: ModelConfig, model: PackedModel, native: NativeLibrary,
     rotary = RotaryEmbedding.build(
         config.rope_theta, config.head_dim, config.rope_divisors, config.max_model_len, device
     )
+    embedding = model.matrices.get(names.EMBEDDING)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps)
     layers = tuple(_layer(model, names.layer_prefix(index)) for index in range(config.num_layers))
     return NativeNetwork(
         config=config,
         device=device,
         weights=model.forms,
-        embedding=embedding if (embedding := model.matrices.get(names.EMBEDDING)) else model.tensors[names.EMBEDDING],
+        embedding=model.tensors[names.EMBEDDING] if embedding is None else embedding,
         layers=DecoderLayers(native, num_threads, layers, heads, rotary.cos, rotary.sin),
         norm=model.tensors[names.FINAL_NORM],
         lm_head=model.matrices[names.EMBEDDING if config.tied_embeddings else names.LM_HEAD],

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvrelay.kernels.decoder import StepRows
+from kvrelay.kernels.attention import PagedRows
+from kvrelay.kernels.pointwise import WrittenRows
 from kvrelay.model.step_plan import Span, begun_blocks, spans_of
 from kvrelay.types import Batch, KVLayout
 
@@ -15,11 +16,12 @@ class NativePlan:
     """What a forward pass needs to know about a batch; all int64."""
 
     token_ids: torch.Tensor  # [N]
-    rows: StepRows
+    read: PagedRows
+    written: WrittenRows
     sampled_rows: torch.Tensor
 
 
-def plan_native(batch: Batch, layout: KVLayout, num_blocks: int) -> NativePlan:
+def plan_native(batch: Batch, layout: KVLayout, num_blocks: int, num_positions: int) -> NativePlan:
     """Works out the indexes of a batch that is not empty.
 
     Raises InternalError if a sequence's tokens or blocks do not cover what is scheduled.
@@ -29,14 +31,22 @@ def plan_native(batch: Batch, layout: KVLayout, num_blocks: int) -> NativePlan:
     slots = [_slots(span, each, layout.block_size) for span, each in zip(spans, positions, strict=True)]
     return NativePlan(
         token_ids=_tensor([token for span in spans for token in span.token_ids]),
-        rows=StepRows(
-            positions=_tensor(np.concatenate(positions)),
-            slots=_tensor(np.concatenate(slots)),
-            begun_blocks=_tensor(begun_blocks(spans, layout.block_size)),
+        # Not through `build`: `spans_of` has checked all of it, and this is done in every step.
+        read=PagedRows(
             row_offsets=_offsets([span.stop - span.start for span in spans]),
             starts=_tensor([span.start for span in spans]),
             table_offsets=_offsets([len(span.blocks) for span in spans]),
             block_ids=_tensor(np.concatenate([span.blocks for span in spans])),
+            block_size=layout.block_size,
+            num_blocks=num_blocks,
+        ),
+        written=WrittenRows(
+            positions=_tensor(np.concatenate(positions)),
+            slots=_tensor(np.concatenate(slots)),
+            begun=_tensor(begun_blocks(spans, layout.block_size)),
+            block_size=layout.block_size,
+            num_blocks=num_blocks,
+            num_positions=num_positions,
         ),
         sampled_rows=_tensor([span.row + span.stop - span.start - 1 for span in spans if span.samples]),
     )

@@ -126,8 +126,7 @@ class _Planner:
         if form in (Form.BF16, Form.FP32):
             return pack_floats(self._floats(parts), form)
         if all(self.reader.form(part) is form for part in parts):
-            groups = (self.reader.grouped(part) for part in parts)
-            return pack_grouped(joined([group for group in groups if group is not None]))
+            return pack_grouped(joined([self.reader.grouped(part) for part in parts]))
         return pack_grouped((to_int4 if form is Form.INT4 else to_int8)(self._floats(parts)))
 
 

@@ -113,7 +113,7 @@ def check_tensors(reader: TensorReader, expected: Mapping[str, Shape]) -> None:
     for name, shape in expected.items():
         if reader.shape(name) != shape:
             raise _wrong(reader, f"{name} has the shape {reader.shape(name)} instead of {shape}")
-        reader.dtype(name)
+        reader.dtype(name)  # which says so if it cannot be read
     if unknown := sorted(name for name in set(reader.names) - set(expected) if not _is_harmless(name)):
         raise _wrong(reader, f"it has {_some(unknown)}, which this architecture does not use")
 
