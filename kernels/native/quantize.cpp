@@ -25,7 +25,7 @@ void quantize_group(const float* x, int8_t* codes, float* scale, float* total, i
 
 void quantize_rows(const float* x, int64_t rows, int64_t columns, QuantizedRows to, int64_t threads) {
   const int64_t groups = num_groups(columns), whole = columns / kGroup;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t row = 0; row < rows; row++) {
     for (int64_t group = 0; group < groups; group++) {
       const int64_t i = row * groups + group;
@@ -39,7 +39,7 @@ void quantize_rows(const float* x, int64_t rows, int64_t columns, QuantizedRows 
 
 void round_rows(const float* x, int64_t rows, int64_t columns, uint16_t* to, int64_t threads) {
   const int64_t width = num_groups(columns) * kGroup;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t row = 0; row < rows; row++) {
     const float* from = x + row * columns;
     uint16_t* place = to + row * width;
