@@ -1,4 +1,4 @@
-"""A cluster for a benchmark: `kvrelay up` on a free port, ended with everything it started."""
+"""A cluster for a benchmark: `kvrelay up` on a free port or processes of its own, ended with everything it started."""
 
 import os
 import signal
@@ -7,11 +7,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvrelay.children import ChildSpec
+from kvrelay.client import connect
+from kvrelay.errors import StartError
+from kvrelay.supervisor import Supervisor
+from kvrelay.up import cluster_snapshot, waiting_for
+
 READY_S = 180.0
+STARTED_S = 300.0  # of processes that may share the machine with tests
+_LOOK_S = 0.1
+_MAX_LINES = 40
 
 
 @contextmanager
@@ -41,6 +51,22 @@ def running(**options: object) -> Iterator[str]:
             process.wait(30)
 
 
+@contextmanager
+def started(specs: Sequence[ChildSpec], workers: Sequence[str], url: str) -> Iterator[Supervisor]:
+    """Starts processes, among them a gateway at `url`, and yields when it uses all of these workers.
+
+    Raises:
+        StartError: one of them ended, or they did not get ready in time; the text says which and why.
+    """
+    lines = deque[str](maxlen=_MAX_LINES)
+    supervisor = Supervisor(specs, lines.append)
+    try:
+        _wait_until_used(supervisor, list(workers), url, lines)
+        yield supervisor
+    finally:
+        supervisor.stop()
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens at now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -54,3 +80,15 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
             return
         time.sleep(0.1)
     raise RuntimeError(f"The cluster did not get ready:\n{log.read_text()[-4000:]}")
+
+
+def _wait_until_used(supervisor: Supervisor, workers: list[str], url: str, lines: deque[str]) -> None:
+    deadline, waits_for = time.monotonic() + STARTED_S, "Waiting"
+    with connect(url) as client:
+        while waits_for:
+            for death in supervisor.step():
+                raise StartError(f"{death.name} ended with {death.how}: {death.words or ' '.join(lines)}")
+            if time.monotonic() > deadline:
+                raise StartError(f"The cluster was not ready within {STARTED_S:g} s. {waits_for} {' '.join(lines)}")
+            time.sleep(_LOOK_S)
+            waits_for = waiting_for(workers, cluster_snapshot(client))

@@ -5,24 +5,28 @@ A stand-in worker makes up the tokens, so that nothing else is measured.
 
 import argparse
 import asyncio
-import json
+import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 
-from kvrelay.bench.cluster import free_port
+from kvrelay.bench.cluster import free_port, started
+from kvrelay.bench.load import Load, run
 from kvrelay.bench.report import show, write_json
-from kvrelay.bench.standin import age_us
+from kvrelay.bench.standin import STAND_IN, VOCAB_SIZE, age_us
+from kvrelay.bench.verify_arms import Addresses
+from kvrelay.children import ChildSpec
+from kvrelay.config import GatewaySettings
+from kvrelay.up import command_spec
 
-READY_S = 60.0
+MODEL = "smollm2-135m"
 
 
 def main() -> None:
@@ -31,7 +35,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with _gateway(options.step_s, options.cache_dir) as (url, pid):
         for concurrency in options.concurrency:
-            rows.append(asyncio.run(_measure(url, pid, concurrency, options)))
+            rows.append(_measure(url, pid, concurrency, options))
             Console(stderr=True).print(f"{concurrency} at a time: {rows[-1]['cpu_us_per_token']:.0f} us a token")
     show("A gateway alone", rows)
     write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})
@@ -52,43 +56,38 @@ def _arguments() -> argparse.Namespace:
 @contextmanager
 def _gateway(step_s: float, cache_dir: Path) -> Iterator[tuple[str, int]]:
     """Yields the URL and the process number of a gateway that has a stand-in worker."""
-    port, workers = free_port(), f"tcp://127.0.0.1:{free_port()}"
-    gateway = _python("kvrelay", "gateway", f"--port={port}", f"--listen={workers}", f"--cache-dir={cache_dir}")
-    standin = _python("kvrelay.bench.standin", f"--gateway={workers}", f"--step-s={step_s}", f"--cache-dir={cache_dir}")
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_ready(url, gateway, standin)
-        yield url, gateway.pid
-    finally:
-        for process in (standin, gateway):
-            process.terminate()
-            process.wait(30)
+    addresses = Addresses(free_port(), free_port())
+    settings = GatewaySettings(
+        model=MODEL, cache_dir=cache_dir, host="127.0.0.1", port=addresses.http, listen=addresses.at
+    )
+    standin = ["--gateway", addresses.at, "--model", MODEL, "--cache-dir", str(cache_dir), "--step-s", str(step_s)]
+    specs = [
+        command_spec("gateway", "gateway", settings, os.environ),
+        ChildSpec(STAND_IN, [sys.executable, "-m", "kvrelay.bench.standin", *standin], os.environ),
+    ]
+    with started(specs, [STAND_IN], addresses.url) as supervisor:
+        if (pid := supervisor.pid("gateway")) is None:
+            raise RuntimeError("The gateway ended just when it was ready; run this again.")
+        yield addresses.url, pid
 
 
-def _python(module: str, *arguments: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], stderr=subprocess.DEVNULL)
-
-
-def _wait_until_ready(url: str, *processes: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and all(process.poll() is None for process in processes):
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
-    raise RuntimeError("The gateway did not get ready; start `kvrelay gateway` by hand to see why.")
-
-
-async def _measure(url: str, pid: int, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
-    ages_us: list[int] = []
-    async with httpx.AsyncClient(base_url=url, timeout=READY_S) as client:
-        await asyncio.gather(*(_stream(client, options, []) for _ in range(concurrency)))  # connections are open now
-        cpu_s = _cpu_s(pid)
-        for _ in range(options.rounds):
-            await asyncio.gather(*(_stream(client, options, ages_us) for _ in range(concurrency)))
-        cpu_s = _cpu_s(pid) - cpu_s
+def _measure(url: str, pid: int, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+    load = Load(
+        num_requests=options.rounds * concurrency,
+        concurrency=concurrency,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        vocab_size=VOCAB_SIZE,
+    )
+    asyncio.run(run(url, MODEL, replace(load, num_requests=concurrency, seed=1)))  # what is used first is loaded now
+    cpu_s = _cpu_s(pid)
+    timings = asyncio.run(run(url, MODEL, load))
+    cpu_s = _cpu_s(pid) - cpu_s
+    ages_us = [
+        age_us(token_id, came_s)
+        for timing in timings
+        for token_id, came_s in zip(timing.token_ids, timing.token_s, strict=True)
+    ]
     return {
         "at_a_time": concurrency,
         "tokens": len(ages_us),
@@ -96,22 +95,6 @@ async def _measure(url: str, pid: int, concurrency: int, options: argparse.Names
         "tokens_per_cpu_s": len(ages_us) / cpu_s,
         "latency_p50_us": statistics.median(ages_us),
     }
-
-
-async def _stream(client: httpx.AsyncClient, options: argparse.Namespace, ages_us: list[int]) -> None:
-    body = {
-        "prompt": [7] * options.input_len,
-        "max_tokens": options.output_len,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                now_s = time.monotonic()
-                ages_us += [age_us(token, now_s) for token in json.loads(line[6:])["choices"][0]["token_ids"]]
 
 
 def _cpu_s(pid: int) -> float:

@@ -16,6 +16,7 @@ class Timing:
 
     sent_s: float
     token_s: tuple[float, ...]
+    token_ids: tuple[int, ...]
 
     @property
     def ttft_s(self) -> float:
@@ -70,22 +71,26 @@ async def _one(client: httpx.AsyncClient, gate: asyncio.Semaphore, model: str, p
     async with gate:
         sent_s = time.monotonic()
         stamps: list[float] = []
+        token_ids: list[int] = []
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 raise RuntimeError(f"The server answered {response.status_code}: {(await response.aread()).decode()}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    stamps += [time.monotonic()] * _num_tokens(line)
+                    now_s = time.monotonic()
+                    came = _token_ids(line)
+                    stamps += [now_s] * len(came)
+                    token_ids += came
     if len(stamps) != load.output_len:
         raise RuntimeError(f"{load.output_len} tokens were asked for and {len(stamps)} came.")
-    return Timing(sent_s, tuple(stamps))
+    return Timing(sent_s, tuple(stamps), tuple(token_ids))
 
 
-def _num_tokens(line: str) -> int:
+def _token_ids(line: str) -> list[int]:
     event = json.loads(line.removeprefix("data: "))
     if "error" in event:
         raise RuntimeError(f"The stream ended in an error: {event['error']['message']}")
-    return sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+    return [token_id for choice in event["choices"] for token_id in choice.get("token_ids") or ()]
 
 
 def summary(timings: list[Timing]) -> dict[str, float]:

@@ -6,6 +6,7 @@ whoever receives it on the same machine can see for how long it was under way.
 
 import argparse
 import os
+import socket
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -32,6 +33,8 @@ from kvrelay.types import FinishReason, KVLayout, RequestKey, Role
 
 FIRST_ID = 1000  # the lowest ids of many vocabularies have a meaning
 WINDOW_US = 40_000
+VOCAB_SIZE = FIRST_ID + WINDOW_US
+STAND_IN = "stand-in"
 MAX_NUM_SEQS = 512
 _BEAT_S = 0.5
 
@@ -118,15 +121,15 @@ def main() -> None:
             standin.beat()
         standin.step()
         next_step = max(next_step + options.step_s, time.monotonic())
-        time.sleep(next_step - time.monotonic() if next_step > time.monotonic() else 0)
+        time.sleep(max(0.0, next_step - time.monotonic()))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gateway", required=True, help="address at which workers register")
-    parser.add_argument("--model", default="smollm2-135m", help="that it says it runs")
-    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache/kvrelay", help="fetched models")
-    parser.add_argument("--step-s", type=float, default=0.01, help="seconds between two tokens of a request")
+    parser.add_argument("--model", required=True, help="that it says it runs")
+    parser.add_argument("--cache-dir", type=Path, required=True, help="fetched models")
+    parser.add_argument("--step-s", type=float, required=True, help="seconds between two tokens of a request")
     return parser.parse_args()
 
 
@@ -134,19 +137,19 @@ def _hello(incarnation: int, model: str, cache_dir: Path) -> WorkerHello:
     checkpoint = resolve(model, cache_dir)
     return WorkerHello(
         source=incarnation,
-        name="stand-in",
+        name=STAND_IN,
         role=Role.BOTH,
         control_endpoint="tcp://127.0.0.1:1",
         data_endpoints={"zmq": "tcp://127.0.0.1:2"},
         model=checkpoint.name,
         fingerprint=checkpoint.fingerprint,
         max_model_len=8192,
-        vocab_size=FIRST_ID + WINDOW_US,
+        vocab_size=VOCAB_SIZE,
         max_num_seqs=MAX_NUM_SEQS,
         layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, dtype="float32"),
         device="cpu",
         pid=os.getpid(),
-        host="stand-in",
+        host=socket.gethostname(),
     )
 
 

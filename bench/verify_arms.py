@@ -1,13 +1,13 @@
 """The clusters that `kvrelay verify --local` starts: one plain, the others different in one way each. No I/O."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.children import ChildSpec
-from kvrelay.config import GatewaySettings, Settings, VerifySettings, WorkerSettings, variables
+from kvrelay.config import GatewaySettings, VerifySettings, WorkerSettings
 from kvrelay.types import KVLayout, Role
+from kvrelay.up import command_spec
 
 PLAIN = "whole"
 
@@ -58,6 +58,11 @@ class Addresses:
         """Where clients reach the gateway."""
         return f"http://127.0.0.1:{self.http}"
 
+    @property
+    def at(self) -> str:
+        """Where workers reach the gateway."""
+        return f"tcp://127.0.0.1:{self.workers}"
+
 
 def child_specs(
     arm: LocalArm, settings: VerifySettings, addresses: Addresses, layout: KVLayout | None, environ: Mapping[str, str]
@@ -70,9 +75,8 @@ def child_specs(
         ValueError: an arm with few blocks and no layout, which tells how large they are.
     """
     shared: dict[str, Any] = {"model": settings.model, "cache_dir": settings.cache_dir, "heartbeat_s": 0.1}
-    at = f"tcp://127.0.0.1:{addresses.workers}"
-    gateway = GatewaySettings(**shared, host="127.0.0.1", port=addresses.http, listen=at)
-    specs = [_spec("gateway", "gateway", gateway, environ)]
+    gateway = GatewaySettings(**shared, host="127.0.0.1", port=addresses.http, listen=addresses.at)
+    specs = [command_spec("gateway", "gateway", gateway, environ)]
     for index, (name, role) in enumerate(arm.workers):
         worker = WorkerSettings(
             **shared,
@@ -81,11 +85,11 @@ def child_specs(
             quantization=settings.quantization,
             role=role,
             name=name,
-            gateways=(at,),
+            gateways=(addresses.at,),
             core=index,
             workers_on_machine=len(arm.workers),
         )
-        specs.append(_spec(name, "prefill" if role is Role.PREFILL else "decode", worker, environ))
+        specs.append(command_spec(name, "prefill" if role is Role.PREFILL else "decode", worker, environ))
     return specs
 
 
@@ -104,8 +108,3 @@ def _few_bytes(max_model_len: int, layout: KVLayout | None) -> int:
             "How large a KV block is must be known before an arm with few of them; run the plain arm first."
         )
     return layout.num_blocks(max_model_len) * layout.block_bytes * layout.num_layers
-
-
-def _spec(name: str, command: str, settings: Settings, environ: Mapping[str, str]) -> ChildSpec:
-    inherited = {key: value for key, value in environ.items() if not key.upper().startswith("KVRELAY_")}
-    return ChildSpec(name, [sys.executable, "-m", "kvrelay", command], {**inherited, **variables(settings)})

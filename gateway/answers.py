@@ -1,11 +1,10 @@
 """The JSON that clients get: OpenAI's objects, whole or as events of a stream, and its error object."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import pydantic_core
 
 from kvrelay.errors import RequestError
 from kvrelay.gateway.generation import Piece
@@ -36,8 +35,8 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def to_json(content: object) -> bytes:
-    """Compact JSON in UTF-8. A number that JSON has no word for becomes null."""
-    return pydantic_core.to_json(content)
+    """Compact JSON in UTF-8."""
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,15 +72,14 @@ class Metrics:
             "kvrelay_ignored_fields", "Fields of requests that nobody knows.", registry=self.registry
         )
 
-    def on_tokens(self, timeline: RequestTimeline, number: int, now: float) -> None:
-        """Tokens of a request came, all at once."""
-        self.generated_tokens.inc(number)
-        for _ in range(number):
-            gap = timeline.token(now)
-            if gap is not None:
-                self.itl.observe(gap)
-            elif timeline.ttft_s is not None:
-                self.ttft.observe(timeline.ttft_s)
+    def on_token(self, timeline: RequestTimeline, now: float) -> None:
+        """A token of a request came."""
+        self.generated_tokens.inc()
+        gap = timeline.token(now)
+        if gap is not None:
+            self.itl.observe(gap)
+        elif timeline.ttft_s is not None:
+            self.ttft.observe(timeline.ttft_s)
 
     def on_end(self, timeline: RequestTimeline) -> None:
         """A request ended; only complete answers have a latency worth comparing."""

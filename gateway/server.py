@@ -25,7 +25,7 @@ from kvrelay.gateway.http_protocol import LimitedHttp
 from kvrelay.gateway.prompts import PromptEncoder
 from kvrelay.gateway.service import Service
 from kvrelay.gateway.tokenizer import Tokenizer
-from kvrelay.process import new_incarnation, spare_what_is_loaded
+from kvrelay.process import new_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def _until_signal(settings: GatewaySettings, checkpoint: Checkpoint) -> No
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    await serve(settings, checkpoint, stopping, on_serving=lambda _url, _workers: spare_what_is_loaded())
+    await serve(settings, checkpoint, stopping)
 
 
 async def serve(

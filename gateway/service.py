@@ -242,11 +242,12 @@ class Service:
         return self.fate.again(again.request_id, route)
 
     def _deliver(self, generation: Generation, tokens: Tokens) -> None:
-        self.metrics.on_tokens(generation.timeline, len(tokens.outputs), self._clock())
+        now = self._clock()
+        for _ in tokens.outputs:
+            self.metrics.on_token(generation.timeline, now)
         known = generation.cached_tokens
         generation.put(tokens.outputs)
-        if generation.cached_tokens > known:
-            self.metrics.cached_tokens.inc(generation.cached_tokens - known)
+        self.metrics.cached_tokens.inc(generation.cached_tokens - known)
 
     def _end(self, generation: Generation, end: End) -> None:
         event = Event.FINISHED if end.error is None else Event.FAILED

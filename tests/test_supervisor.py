@@ -210,3 +210,14 @@ def test_a_child_whose_parent_died_first_does_not_start() -> None:
     command = [sys.executable, "-IS", leash.__file__, str(os.getpid() + 1), sys.executable, "-c", "print('started')"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_child_has_a_process_number_while_it_runs(nursery: Callable[..., Nursery]) -> None:
+    group = nursery(worker=HELLO)
+    assert group.supervisor.pid("worker") is None  # not started yet
+    group.until(lambda: bool(group.pids("worker")))
+    pid = group.supervisor.pid("worker")
+    assert pid == group.pids("worker")[-1]
+    os.kill(pid, signal.SIGKILL)
+    group.until(lambda: bool(group.deaths))
+    assert group.supervisor.pid("worker") is None

@@ -61,6 +61,11 @@ class Child:
         self._reader = threading.Thread(target=self._read, name=f"output of {spec.name}", daemon=True)
         self._reader.start()
 
+    @property
+    def pid(self) -> int:
+        """Its process number."""
+        return self._process.pid
+
     def poll(self) -> Death | None:
         """Its death, once it happened."""
         code = self._process.poll()

@@ -1,6 +1,5 @@
 """A worker process: what every role does to start, serve and stop. The role itself is passed in."""
 
-import gc
 import logging
 import os
 import secrets
@@ -43,15 +42,6 @@ class ServedModel:
 def new_incarnation() -> Incarnation:
     """Draws the number that tells this process from every other one, dead or alive; never 0."""
     return secrets.randbits(64) or 1
-
-
-def spare_what_is_loaded() -> None:
-    """Takes everything that lives now out of the garbage collector's rounds: a process that serves keeps it anyway.
-
-    Code and vocabularies are 70,000 objects, and looking through them time and again took some 5 % of a gateway's time.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def advertised(endpoint: str, settings: WorkerSettings) -> str:
@@ -107,7 +97,6 @@ class WorkerProcess:
             signal.signal(number, lambda *_: control.stop())
         thread = threading.Thread(target=control.run, name="control", daemon=True)
         thread.start()
-        spare_what_is_loaded()
         log.info("%s is up with %s in %s.", self.name, served.name, served.layout.dtype)
         try:
             loop()

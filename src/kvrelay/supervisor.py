@@ -40,9 +40,14 @@ class Supervisor:
                 place.policy.started(time.monotonic())
         return deaths
 
+    def pid(self, name: str) -> int | None:
+        """The process number of a child, None while it is dead."""
+        child = self._place(name).child
+        return None if child is None else child.pid
+
     def restart_in_s(self, name: str) -> float:
         """Seconds until a dead child is started again; 0 for a running one."""
-        place = next(place for place in self._places if place.spec.name == name)
+        place = self._place(name)
         return 0.0 if place.child else max(place.start_at - time.monotonic(), 0.0)
 
     def stop(self) -> None:
@@ -61,6 +66,9 @@ class Supervisor:
             if not child.wait(deadline - time.monotonic()):
                 self._relay(f"{child.spec.name} did not end within {TERMINATE_S:.0f} s and is killed")
             child.kill()
+
+    def _place(self, name: str) -> _Place:
+        return next(place for place in self._places if place.spec.name == name)
 
     def _bury(self, place: _Place) -> Death | None:
         death = place.child.poll() if place.child is not None else None

@@ -127,7 +127,7 @@ class ClusterRun:
             )
 
     def _look(self) -> None:
-        snapshot = _snapshot(self._client)
+        snapshot = cluster_snapshot(self._client)
         if snapshot is not None:
             self._came_up |= {_GATEWAY, *(worker["name"] for worker in snapshot["workers"])}
         waits_for = waiting_for(self._workers, snapshot)
@@ -196,7 +196,7 @@ def worker_names(settings: UpSettings) -> list[tuple[str, Role]]:
 def child_specs(settings: UpSettings, environ: Mapping[str, str]) -> list[ChildSpec]:
     """The gateway and the workers; worker i on core i (modulo those there are), unless --threads asks for more."""
     workers = worker_names(settings)
-    specs = [_spec(_GATEWAY, "gateway", GatewaySettings(**_shared(settings, GatewaySettings)), environ)]
+    specs = [command_spec(_GATEWAY, "gateway", GatewaySettings(**_shared(settings, GatewaySettings)), environ)]
     for index, (name, role) in enumerate(workers):
         worker = WorkerSettings(
             **_shared(settings, WorkerOptions),
@@ -206,11 +206,12 @@ def child_specs(settings: UpSettings, environ: Mapping[str, str]) -> list[ChildS
             core=None if settings.threads else index,
             workers_on_machine=len(workers),
         )
-        specs.append(_spec(name, "prefill" if role is Role.PREFILL else "decode", worker, environ))
+        specs.append(command_spec(name, "prefill" if role is Role.PREFILL else "decode", worker, environ))
     return specs
 
 
-def _spec(name: str, command: str, settings: Settings, environ: Mapping[str, str]) -> ChildSpec:
+def command_spec(name: str, command: str, settings: Settings, environ: Mapping[str, str]) -> ChildSpec:
+    """`kvrelay COMMAND` with exactly these settings, whatever `KVRELAY_*` variables `environ` has."""
     inherited = {key: value for key, value in environ.items() if not key.upper().startswith("KVRELAY_")}
     return ChildSpec(name, [sys.executable, "-m", "kvrelay", command], {**inherited, **variables(settings)})
 
@@ -219,7 +220,8 @@ def _shared(settings: UpSettings, part: type[Settings]) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in part.model_fields}
 
 
-def _snapshot(client: httpx.Client) -> dict[str, Any] | None:
+def cluster_snapshot(client: httpx.Client) -> dict[str, Any] | None:
+    """`/cluster`, None while the gateway does not answer."""
     try:
         return get_json(client, "/cluster")
     except GatewayError:  # it is still starting; if it ends instead, the supervisor says so

@@ -21,16 +21,8 @@ def test_a_token_tells_its_age(made_us: int, age: int) -> None:
 def test_every_token_is_counted(tmp_path: Path) -> None:
     figures = tmp_path / "gateway.json"
     load = ["--concurrency", "1", "3", "--rounds", "2", "--input-len", "5", "--output-len", "4"]
-    command = [
-        sys.executable,
-        "-m",
-        "kvrelay.bench.gateway",
-        *load,
-        "--cache-dir",
-        str(CACHE_DIR),
-        "--json",
-        str(figures),
-    ]
+    places = ["--cache-dir", str(CACHE_DIR), "--json", str(figures)]
+    command = [sys.executable, "-m", "kvrelay.bench.gateway", *load, *places]
     subprocess.run(command, check=True, timeout=100, capture_output=True)
     rows = json.loads(figures.read_text())["rows"]
     assert [(row["at_a_time"], row["tokens"]) for row in rows] == [(1, 8), (3, 24)]
