@@ -13,11 +13,12 @@ from kvrelay.config import WorkerSettings
 from kvrelay.device_memory import DeviceMemory
 from kvrelay.errors import TransportMissing
 from kvrelay.transfer.ports import Inlet, KVMemory, Outlet
+from kvrelay.transfer.scratch import keep_freed_memory
 from kvrelay.transfer.shm_transport import ShmTransport
 from kvrelay.transfer.transports import Transports
 from kvrelay.transfer.ucx_transport import UcxTransport
 from kvrelay.transfer.ucx_worker import has_rdma
-from kvrelay.transfer.zmq_transport import ZmqTransport, keep_freed_memory
+from kvrelay.transfer.zmq_transport import ZmqTransport
 from kvrelay.transport import Transport
 from kvrelay.types import Incarnation, KVLayout
 
@@ -65,8 +66,8 @@ def open_data_plane(
         return made
 
     carrying: list[Transport] = []
+    keep_freed_memory()
     if settings.transport in ("auto", "zmq"):  # first, since it needs its port most
-        keep_freed_memory()
         carrying.append(ZmqTransport(context, settings.bind, settings.ports, incarnation=incarnation))
     ucx = _start("ucx", settings, start_ucx)
     if ucx is not None:

@@ -4,7 +4,6 @@ A piece is two frames, header and payload. The routing id is the sender's incarn
 a receiver that does not read makes `send` say no, which is an event for the sender and no reason to wait.
 """
 
-import ctypes
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -25,26 +24,11 @@ log = logging.getLogger(__name__)
 
 NAME = "zmq"
 MAX_FRAME_BYTES = 64 * 2**20
-MAX_REUSED_BYTES = 32 * 2**20  # one buffer; glibc allows no more
-MAX_KEPT_BYTES = 256 * 2**20  # more than the mailbox and a connection hold
 MAX_QUEUED_PIECES = 64  # in each direction of a connection; a sender makes none larger than 1 MiB
 # A connection that died in silence (a cable, a firewall) is noticed by the kernel, and sooner by the control one, which
 # takes this one with it. ZeroMQ's own heartbeats will not do: while a queue is full no pong is read, and a ping at a
 # connection that is lost meanwhile aborts the process (libzmq issue 4364, open in 4.3.5).
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 3}
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to reuse the buffers of payload, if the process has glibc.
-
-    By default large ones are given back to the kernel, and to get new pages for each takes longer than to copy it.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAX_REUSED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
 
 
 class ZmqTransport:

@@ -1,8 +1,35 @@
 """Memory that is lent is nobody else's until its last view is gone."""
 
+import subprocess
+import sys
 import threading
 
+import pytest
+
 from kvrelay.transfer.scratch import Scratch
+
+# Buffers of pieces, several at a time as in the mailbox, and how many pages the kernel had to give for the last ones.
+FRESH_PAGES = """
+import resource, sys
+import zmq
+from kvrelay.config import PrefillSettings
+from kvrelay.transfer.data_plane import open_data_plane
+from tests.transfer.plane import GEOMETRY, LAYOUT
+from kvrelay.block_memory import BlockMemory
+
+memory = BlockMemory.create(GEOMETRY)
+settings = PrefillSettings.model_validate({"transport": sys.argv[1], "bind": "127.0.0.1"})
+plane = open_data_plane(settings, zmq.Context(), 1, memory, LAYOUT, memory)
+def faults(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        held = [b"".join([bytes(1024)] * 1024) for _ in range(8)]
+        del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(2)
+print(faults(10))
+"""
+PAGES_OF_PIECES = 10 * 8 * 2**20 // 4096
 
 
 def test_what_is_held_is_not_lent_again() -> None:
@@ -48,3 +75,10 @@ def test_what_is_kept_is_bounded() -> None:
 
 def test_memory_for_nothing_is_empty() -> None:
     assert [len(Scratch().take(size)) for size in (0, 1, 1025)] == [0, 1, 1025]
+
+
+@pytest.mark.parametrize("transport", ["auto", "zmq", "ucx"])
+def test_payload_that_leaves_is_packed_into_memory_that_was_used_before(transport: str) -> None:
+    command = [sys.executable, "-c", FRESH_PAGES, transport]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert int(result.stdout) < PAGES_OF_PIECES / 100
