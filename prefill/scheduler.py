@@ -1,7 +1,8 @@
-"""Which prompt tokens are computed next: first come, first served, in chunks that share one token budget.
+"""Which prompt tokens are computed next: those of the shortest prompts, in chunks that share one token budget.
 
 Chunked prefill under a token budget follows Sarathi-Serve (Agrawal et al., 2024), the block tables PagedAttention
-(Kwon et al., 2023). The scheduler does no I/O and has no clock: a worker, a test or the planner drives it.
+(Kwon et al., 2023), the order shortest remaining processing time (Schrage, 1968), with a share of each step for the
+oldest. The scheduler does no I/O and has no clock: a worker, a test or the planner drives it.
 """
 
 from bisect import insort
@@ -14,13 +15,16 @@ from kvrelay.messages import Ledger, WorkerLoad
 from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, RequestKey, ScheduledSequence, Sequence, SequenceStatus
 
+OLDEST_SHARE = 4  # the oldest has at least one in so many of a step's tokens
+
 
 class PrefillScheduler:
     """Prompts that wait, run (a part is computed) or are held (computed, and kept until someone else has their KV).
 
     A sequence gets the blocks of all its tokens before its first chunk, so one that runs never lacks a block and
-    never waits for another. Only the head of the queue may start: nothing overtakes a long prompt. Blocks that hold
-    its beginning already are shared with whoever uses them, and only the rest is computed.
+    never waits for another for long. A prompt starts before an earlier one only where both would fit: so tokens go to
+    short prompts first, and blocks still go to whoever came first. Blocks that hold its beginning already are shared
+    with whoever uses them, and only the rest is computed.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class PrefillScheduler:
 
     @property
     def head(self) -> Sequence | None:
-        """The sequence that will start next."""
+        """The first of those that wait: nobody starts unless it would fit."""
         return self._waiting[0] if self._waiting else None
 
     def add(self, sequence: Sequence) -> None:
@@ -195,33 +199,48 @@ class PrefillScheduler:
         return self._blocks.blocks_for(len(sequence.token_ids))
 
     def _plan(self, taken: int) -> dict[Sequence, int]:
-        """Tokens that the next step computes of each sequence: those that run first, then those that would start."""
+        """Tokens that the next step computes of each sequence, of those that run and those that would start.
+
+        The oldest has its share, so that it moves whatever else comes. The rest is for those that miss the fewest
+        tokens. Numbers with as many bits count as equal, and then who came first is first: so a prompt is not set aside
+        for one that is hardly shorter, few are half computed at a time, and of those that begin alike the first
+        computes what the others find.
+        """
         tokens = self._max_batch_tokens - taken
-        plan: dict[Sequence, int] = {}
-        for sequence, missing in chain(self._unfinished(), self._startable(self._max_num_seqs - taken)):
-            num_tokens = min(tokens, missing)
-            if tokens < 1:
-                break
-            if num_tokens > 0 and sequence.status is not SequenceStatus.ABORTED:
-                plan[sequence] = num_tokens
+        missing = dict(chain(self._unfinished(), self._startable(self._max_num_seqs - taken)))
+        if tokens < 1 or not missing:
+            return {}
+        oldest = min(missing, key=lambda sequence: sequence.arrival)
+        plan = {oldest: min(missing[oldest], max(1, tokens // OLDEST_SHARE))}
+        tokens -= plan[oldest]
+        for sequence in sorted(missing, key=lambda sequence: (missing[sequence].bit_length(), sequence.arrival)):
+            planned = plan.get(sequence, 0)
+            if num_tokens := min(tokens, missing[sequence] - planned):
+                plan[sequence] = planned + num_tokens
                 tokens -= num_tokens
         return plan
 
     def _unfinished(self) -> Iterator[tuple[Sequence, int]]:
-        """Sequences that run, with the number of their tokens that are in no chunk yet."""
+        """Sequences that run, with the number of their tokens that are in no chunk yet, if there are any."""
         for sequence in self._running:
-            yield sequence, sequence.num_uncomputed_tokens - self._computing.get(sequence, 0)
+            missing = sequence.num_uncomputed_tokens - self._computing.get(sequence, 0)
+            if missing and sequence.status is not SequenceStatus.ABORTED:
+                yield sequence, missing
 
     def _startable(self, max_num_seqs: int) -> Iterator[tuple[Sequence, int]]:
-        """Waiting sequences in order, up to the first for which there is no room, with the tokens each must compute.
+        """Waiting sequences that have room, with the tokens each must compute: all before it would have room too.
 
-        Cached blocks count as free until somebody uses them. When one starts, cached blocks may go that the next one
-        would have found; then its chunk does not reach as far, but its blocks are there all the same.
+        They end at the first that does not fit, and after the preempted ones if there are any, which start before all
+        others. Whoever starts leaves the blocks of those passed over free, though a decoding sequence may grow into
+        them. Cached blocks count as free until somebody uses them. When one starts, cached blocks may go that the next
+        one would have found; then its chunk does not reach as far, but its blocks are there all the same.
         """
         free = self._blocks.num_free
         seats = max_num_seqs - len(self._running)
         others = len(self._running) + len(self._held)
         for sequence in self._waiting[: max(0, seats)]:
+            if sequence.status is not self._waiting[0].status:
+                return
             found = self._prefixes.find(sequence)
             free -= self._need(sequence) - found.num_in_use
             if free < self._reserve(others):

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from zlib import crc32
 
 from kvrelay.blocks import BlockManager
+from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, FinishReason, RequestKey, SamplingParams, Sequence, SequenceStatus
 
 EOS = 0
@@ -118,6 +119,14 @@ def check_batch(batch: Batch, block_size: int, max_batch_tokens: int, max_num_se
         assert 1 <= item.num_tokens <= item.sequence.num_uncomputed_tokens
         end = item.sequence.num_computed_tokens + item.num_tokens
         assert end <= len(item.sequence.block_table) * block_size
+
+
+def check_passed_over(blocks: BlockManager, prefixes: Prefixes, queue: list[Sequence]) -> None:
+    """Of a queue as it was before a step: there is room for all those before the last that has started."""
+    started = [index for index, sequence in enumerate(queue) if sequence.status is SequenceStatus.RUNNING]
+    passed = [item for item in queue[: max(started, default=0)] if item.status is not SequenceStatus.RUNNING]
+    need = sum(blocks.blocks_for(len(item.token_ids)) - prefixes.find(item).num_in_use for item in passed)
+    assert need <= blocks.num_free
 
 
 def check_ledger(blocks: BlockManager, sequences: Iterable[Sequence], outside: Iterable[Sequence] = ()) -> None:

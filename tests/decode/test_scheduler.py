@@ -119,6 +119,25 @@ def test_a_prompt_longer_than_the_chunk_size_finishes_beside_running_ones() -> N
     bench.check(*sequences)
 
 
+def test_the_last_token_of_a_step_is_for_the_oldest_prompt() -> None:
+    bench = Bench(max_batch_tokens=3, max_num_seqs=8)
+    sequences = [bench.add("long", 20), bench.adopt("a", 4), bench.adopt("b", 4), bench.add("short", 1)]
+    assert bench.step() == {"a": 1, "b": 1, "long": 1}
+    bench.run()
+    bench.check(*sequences)
+
+
+def test_a_long_prompt_ends_though_short_ones_keep_coming_and_decode_beside_it() -> None:
+    bench = Bench(max_batch_tokens=8, max_num_seqs=6)
+    sequences = [bench.add("long", 24)]
+    while sequences[0].status in {SequenceStatus.WAITING, SequenceStatus.RUNNING} and len(sequences) < 60:
+        sequences.append(bench.add(f"short {len(sequences)}", 4, max_tokens=2))
+        bench.step()
+    assert len(sequences) < 60
+    bench.run()
+    bench.check(*sequences)
+
+
 def test_blocks_are_leased_one_by_one_and_not_for_every_possible_token() -> None:
     """A reservation for every possible token halves throughput."""
     bench = Bench()
@@ -348,7 +367,7 @@ def test_a_sample_ends_at_end_of_sequence_stop_token_max_tokens_or_context() -> 
 
 def test_an_abort_frees_at_once_or_when_the_forward_has_ended() -> None:
     bench = Bench(max_batch_tokens=8)
-    computing, chunked, waiting = bench.adopt("a", 4), bench.add("b", 20), bench.add("c", 4)
+    computing, chunked, waiting = bench.adopt("a", 4), bench.add("b", 20), bench.add("c", 20)
     batch = bench.scheduler.schedule()
     for sequence in (computing, chunked, waiting):
         assert bench.scheduler.abort(sequence.key) == [sequence]
@@ -376,10 +395,10 @@ def test_load_counts_sequences_by_state_and_tokens_to_compute() -> None:
     bench = Bench(max_batch_tokens=8)
     bench.adopt("a", 4)
     bench.add("b", 12)
-    bench.add("c", 5)
+    bench.add("c", 12)
     bench.step()
     load = bench.scheduler.load
-    assert (load.num_waiting, load.num_running, load.num_held, load.num_waiting_tokens) == (1, 2, 0, 10)
+    assert (load.num_waiting, load.num_running, load.num_held, load.num_waiting_tokens) == (1, 2, 0, 17)
     assert bench.scheduler.ledger == bench.blocks.ledger
 
 

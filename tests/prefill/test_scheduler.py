@@ -162,13 +162,13 @@ def test_release_frees_what_is_held_and_nothing_else() -> None:
 def test_places_are_not_asked_for_prompts_that_wait_behind_others() -> None:
     """Places kept for prompts that wait starve ready ones: only what runs or is next may be offered."""
     bench = Bench(max_batch_tokens=8)
-    sequences = [bench.add(name, size) for name, size in (("a", 6), ("b", 12), ("c", 4), ("d", 4))]
-    assert bench.scheduler.to_offer() == sequences[:2]
-    batch = bench.scheduler.schedule()  # all of a, 2 of b
-    assert bench.scheduler.to_offer() == []  # the step after this one computes b alone
+    sequences = [bench.add(name, size) for name, size in (("long", 20), ("a", 4), ("b", 4), ("c", 4), ("d", 5))]
+    assert bench.scheduler.to_offer() == sequences[:3]
+    batch = bench.scheduler.schedule()  # 2 of the long one, all of a, 2 of b
+    assert bench.scheduler.to_offer() == [sequences[3]]  # the step after this one has no room for d
     bench.finish(batch)
-    batch = bench.scheduler.schedule()  # 8 of b
-    assert bench.scheduler.to_offer() == sequences[2:]  # it leaves 2 of b and room for c and d
+    batch = bench.scheduler.schedule()  # 2 of the long one, the rest of b, all of c
+    assert bench.scheduler.to_offer() == [sequences[4]]
     bench.finish(batch)
     bench.step()
     assert bench.scheduler.to_offer() == []

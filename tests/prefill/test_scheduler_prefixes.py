@@ -153,3 +153,13 @@ def test_a_long_cached_prefix_leaves_the_chunk_to_others() -> None:
     bench.add("again", 34)
     bench.add("new", 6, prompt="new")
     assert bench.step() == {"again": 2, "new": 6}
+
+
+def test_of_prompts_that_begin_alike_hardly_more_than_one_computes_the_beginning() -> None:
+    """Their lengths differ little, so the first is not set aside while the others could find what it has computed."""
+    bench = Bench(max_batch_tokens=16, num_blocks=512)
+    for size in range(110, 102, -1):
+        bench.add(f"alike {size}", size)
+    bench.add("short", 3, prompt="short")
+    steps = [bench.step() for _ in range(20)]
+    assert sum(sum(step.values()) for step in steps) < 150

@@ -8,7 +8,7 @@ from kvrelay.errors import ContextLengthExceeded, Overloaded
 from kvrelay.prefill.scheduler import PrefillScheduler
 from kvrelay.prefixes import Prefixes
 from kvrelay.types import Batch, RequestKey, Sequence, SequenceStatus
-from tests.fake_runner import FakeRunner, check_batch, check_ledger, make_sequence, next_token
+from tests.fake_runner import FakeRunner, check_batch, check_ledger, check_passed_over, make_sequence, next_token
 
 BLOCK_SIZE = 4
 NAMES = "abcdef"
@@ -27,12 +27,13 @@ class PrefillMachine(RuleBasedStateMachine):
         self.limits = (max_batch_tokens, max_num_seqs)
         self.runner = FakeRunner(BLOCK_SIZE)
         self.blocks = self.runner.new_blocks(num_blocks)
+        self.prefixes = Prefixes(self.blocks, model)
         self.scheduler = PrefillScheduler(
             self.blocks,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
             max_queue=5,
-            prefixes=Prefixes(self.blocks, model),
+            prefixes=self.prefixes,
         )
         self.sequences: list[Sequence] = []
         self.offered: list[Sequence] = []
@@ -83,8 +84,7 @@ class PrefillMachine(RuleBasedStateMachine):
         waiting, crowd = self.having(SequenceStatus.WAITING), self.using_blocks()
         self.batch = self.scheduler.schedule()
         check_batch(self.batch, BLOCK_SIZE, *self.limits)
-        started = [sequence for sequence in waiting if sequence.status is SequenceStatus.RUNNING]
-        assert started == waiting[: len(started)]  # nobody overtakes
+        check_passed_over(self.blocks, self.prefixes, waiting)
         assert self.batch or not waiting or crowd  # an idle worker starts whatever comes first
 
     @precondition(lambda self: self.batch)
