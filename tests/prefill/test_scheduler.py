@@ -190,6 +190,24 @@ def test_an_aborted_sequence_is_not_offered() -> None:
     bench.finish(batch)
 
 
+def test_what_has_ended_takes_nothing_of_the_step_that_is_foreseen() -> None:
+    """Else the next prompts would be offered a step late."""
+    bench = Bench()
+    aborted, following = bench.add("aborted", 16), bench.add("following", 20)
+    batch = bench.scheduler.schedule()
+    bench.scheduler.abort(aborted.key)
+    assert bench.scheduler.to_offer() == [following]
+    bench.finish(batch)
+
+
+def test_the_share_that_is_foreseen_is_that_of_who_will_be_the_oldest() -> None:
+    bench = Bench()
+    sequences = [bench.add("last chunk", 8)]
+    bench.scheduler.schedule()
+    sequences += [bench.add(name, size) for name, size in (("long", 40), ("short", 7), ("other", 7))]
+    assert bench.scheduler.to_offer() == sequences[:3]
+
+
 def test_load_counts_sequences_by_state_and_tokens_to_compute() -> None:
     bench = Bench(max_batch_tokens=8)
     for name, size in (("a", 6), ("b", 12), ("c", 4)):
