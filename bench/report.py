@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+MAX_WIDTH = 500  # of a table, in characters; that of a terminal, or 80 where there is none, would cut figures off
+
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
     """Prints rows that share their keys as a table."""
@@ -17,7 +19,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
         table.add_column(name.replace("_", "\n"), justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
+    Console(width=MAX_WIDTH).print(table)
 
 
 def write_json(path: Path, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:

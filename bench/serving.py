@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ import httpx
 from rich.console import Console
 
 from kvrelay.bench.cluster import running
-from kvrelay.bench.interference import interfere
+from kvrelay.bench.interference import LongPrompts, interfere
 from kvrelay.bench.load import Load, run, summary
 from kvrelay.bench.peers import PEERS, running_peer
 from kvrelay.bench.report import show, write_json
 
-CONCURRENCY = (1, 8, 32)
 OURS: dict[str, dict[str, object]] = {
     "1P1D": {"prefill": 1, "decode": 1},
     "both": {"prefill": 0, "decode": 0, "both": 1, "threads": 2},
@@ -49,6 +49,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", nargs="+", choices=list(OURS), default=list(OURS), help="how the workers are placed")
     parser.add_argument("--peer", nargs="*", choices=list(PEERS), default=list(PEERS), help="which, with --peers")
+    parser.add_argument("--at-a-time", nargs="*", type=int, default=[1, 8, 32], help="requests; none for no such load")
     parser.add_argument("--no-interference", action="store_true", help="leave out short chats beside long prompts")
     parser.add_argument("--input-len", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output-len", type=int, default=64, help="generated tokens")
@@ -64,7 +65,7 @@ def _server(arm: str, peers: Path) -> AbstractContextManager[str]:
 
 def _measure(arm: str, url: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    for index, concurrency in enumerate(CONCURRENCY):
+    for index, concurrency in enumerate(options.at_a_time):
         load = Load(
             num_requests=2 * concurrency if concurrency > 1 else 4,
             concurrency=concurrency,
@@ -76,10 +77,11 @@ def _measure(arm: str, url: str, options: argparse.Namespace) -> Iterator[dict[s
         warm_up = replace(load, num_requests=concurrency, output_len=4, seed=load.seed + 1)
         asyncio.run(run(url, model, warm_up))
         figures = summary(asyncio.run(run(url, model, load)))
-        yield _told({"arm": arm, "load": f"{concurrency} at a time", **figures, "long_ttft_p50_ms": ""})
+        no_long = dict.fromkeys(LongPrompts().figures, "")
+        yield _told({"arm": arm, "load": f"{concurrency} at a time", **figures, **no_long})
     if options.no_interference:
         return
-    figures = asyncio.run(interfere(url, model, options.seed + 1000))
+    figures = asyncio.run(interfere(partial(run, url, model), options.seed + 1000))
     yield _told({"arm": arm, "load": "interference", **figures})
 
 
