@@ -21,10 +21,10 @@ OLDEST_SHARE = 4  # the oldest has at least one in so many of a step's tokens
 class PrefillScheduler:
     """Prompts that wait, run (a part is computed) or are held (computed, and kept until someone else has their KV).
 
-    A sequence gets the blocks of all its tokens before its first chunk, so one that runs never lacks a block and
-    never waits for another for long. A prompt starts before an earlier one only where both would fit: so tokens go to
-    short prompts first, and blocks still go to whoever came first. Blocks that hold its beginning already are shared
-    with whoever uses them, and only the rest is computed.
+    A sequence gets the blocks of all its tokens before its first chunk, so one that runs never lacks a block. A prompt
+    starts before an earlier one only where both would fit: so tokens go to short prompts first, and blocks still go to
+    whoever came first. Blocks that hold its beginning already are shared with whoever uses them, and only the rest is
+    computed.
     """
 
     def __init__(

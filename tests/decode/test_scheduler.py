@@ -119,25 +119,6 @@ def test_a_prompt_longer_than_the_chunk_size_finishes_beside_running_ones() -> N
     bench.check(*sequences)
 
 
-def test_the_last_token_of_a_step_is_for_the_oldest_prompt() -> None:
-    bench = Bench(max_batch_tokens=3, max_num_seqs=8)
-    sequences = [bench.add("long", 20), bench.adopt("a", 4), bench.adopt("b", 4), bench.add("short", 1)]
-    assert bench.step() == {"a": 1, "b": 1, "long": 1}
-    bench.run()
-    bench.check(*sequences)
-
-
-def test_a_long_prompt_ends_though_short_ones_keep_coming_and_decode_beside_it() -> None:
-    bench = Bench(max_batch_tokens=8, max_num_seqs=6)
-    sequences = [bench.add("long", 24)]
-    while sequences[0].status in {SequenceStatus.WAITING, SequenceStatus.RUNNING} and len(sequences) < 60:
-        sequences.append(bench.add(f"short {len(sequences)}", 4, max_tokens=2))
-        bench.step()
-    assert len(sequences) < 60
-    bench.run()
-    bench.check(*sequences)
-
-
 def test_blocks_are_leased_one_by_one_and_not_for_every_possible_token() -> None:
     """A reservation for every possible token halves throughput."""
     bench = Bench()
