@@ -116,6 +116,13 @@ def _span(item: ScheduledSequence, row: int, layout: KVLayout, num_blocks: int) 
     return Span(row, start, stop, sequence.token_ids[start:stop], blocks, item.samples)
 
 
+def slots_of(span: Span, block_size: int) -> np.ndarray:
+    """Where the KV of a span's positions lies, int64: slot `block_id * block_size + offset` for each."""
+    positions = np.arange(span.start, span.stop)
+    slots: np.ndarray = span.blocks[positions // block_size] * block_size + positions % block_size
+    return slots
+
+
 def _cache_rows(blocks: np.ndarray, offsets: np.ndarray, layout: KVLayout) -> np.ndarray:
     """For tokens in `blocks` at `offsets` the cache rows of their keys, then values, head by head."""
     strips_per_block = 2 * layout.num_kv_heads

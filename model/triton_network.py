@@ -1,0 +1,210 @@
+"""The decoder on Triton's kernels, for GPUs: the same network as `network.TorchNetwork`.
+
+Every kernel gives a row the same bits whatever other rows are beside it, as those of `native_network` do on CPUs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.kernels.matmul import matmul
+from kvrelay.kernels.norm_and_gate import add_rms_norm, silu_and_mul
+from kvrelay.kernels.paged_attention import decode_attention, prefill_attention
+from kvrelay.kernels.rope import rope_and_store
+from kvrelay.model import tensors as names
+from kvrelay.model.config import ModelConfig
+from kvrelay.model.device_arrays import on_device
+from kvrelay.model.kv_cache import KVCache
+from kvrelay.model.layers import RotaryEmbedding
+from kvrelay.model.network import FORMS
+from kvrelay.model.triton_plan import TritonPlan, plan_triton, with_arrays
+from kvrelay.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight `[outputs, inputs]` and a bias `[outputs]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`[N, inputs]` to `[N, outputs]` of a type."""
+        out = torch.empty((len(x), len(self.weight)), dtype=dtype, device=x.device)
+        matmul(x, self.weight, self.bias, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; weights of norms are float32."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None  # of queries and keys
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(slots=True)
+class Residual:
+    """The residual stream of N rows, float32 `[N, hidden]`, and what is still to be added to it, of any type."""
+
+    stream: torch.Tensor
+    delta: torch.Tensor | None = None
+
+    def rows(self, indexes: torch.Tensor) -> "Residual":
+        """A copy of some rows."""
+        return Residual(
+            self.stream.index_select(0, indexes), None if self.delta is None else self.delta.index_select(0, indexes)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TritonNetwork:
+    """See `forward.Network`."""
+
+    config: ModelConfig
+    device: torch.device
+    weights: str
+    dtype: torch.dtype  # of everything but the residual stream and logits
+    embedding: torch.Tensor
+    rotary: RotaryEmbedding
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor
+    lm_head: Linear
+
+    def begin(self, batch: Batch, kv_cache: KVCache) -> "TritonPass":
+        """See `forward.Network`."""
+        plan = plan_triton(batch, kv_cache.layout, kv_cache.num_blocks)
+        on_gpu = with_arrays(plan, on_device(plan.arrays, self.device))
+        if len(plan.begun_blocks):  # see `kv_cache`
+            kv_cache.tensor.index_fill_(1, on_gpu.begun_blocks, 0)
+        return TritonPass(self, kv_cache, on_gpu, self.embed(on_gpu.token_ids))
+
+    def embed(self, token_ids: torch.Tensor) -> Residual:
+        """The residual stream before the first layer."""
+        return Residual(self.embedding.index_select(0, token_ids).float())
+
+    def compute(self, layer: int, residual: Residual, plan: TritonPlan[torch.Tensor], kv: torch.Tensor) -> None:
+        """One layer, whose KV is `kv`."""
+        weights, dtype = self.layers[layer], self.dtype
+        q = self._heads(self._normed(residual, weights.attention_norm), weights, plan, kv)
+        residual.delta = weights.output(_attended(q, plan, kv).flatten(1), dtype)
+        gate_up = weights.gate_up(self._normed(residual, weights.mlp_norm), dtype)
+        gated = torch.empty((len(gate_up), self.config.intermediate_size), dtype=dtype, device=self.device)
+        silu_and_mul(gate_up, gated)
+        residual.delta = weights.down(gated, dtype)
+
+    def logits(self, residual: Residual) -> torch.Tensor:
+        """float32 `[rows, vocab]` after the last layer."""
+        return self.lm_head(self._normed(residual, self.norm), torch.float32)
+
+    def _normed(self, residual: Residual, weight: torch.Tensor) -> torch.Tensor:
+        """Adds what is still to be added."""
+        out = torch.empty(residual.stream.shape, dtype=self.dtype, device=self.device)
+        add_rms_norm(residual.stream, residual.delta, weight, self.config.rms_norm_eps, out)
+        residual.delta = None
+        return out
+
+    def _heads(
+        self, x: torch.Tensor, weights: LayerWeights, plan: TritonPlan[torch.Tensor], kv: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotated queries `[N, num_heads, head_dim]`; keys and values are written into their blocks."""
+        config = self.config
+        qkv = weights.qkv(x, self.dtype)
+        q = torch.empty((len(x), config.num_heads, config.head_dim), dtype=self.dtype, device=self.device)
+        tables, norms = (self.rotary.cos, self.rotary.sin), weights.head_norms
+        rope_and_store(qkv, plan.positions, tables, norms, config.rms_norm_eps, plan.slots, q, kv)
+        return q
+
+
+def _attended(q: torch.Tensor, plan: TritonPlan[torch.Tensor], kv: torch.Tensor) -> torch.Tensor:
+    out, num_decoding = torch.empty_like(q), len(plan.decode_counts)
+    if num_decoding:
+        decode_attention(q[:num_decoding], kv, plan.decode_tables, plan.decode_counts, out[:num_decoding])
+    if num_decoding < len(q):
+        prefill_attention(
+            q[num_decoding:], kv, plan.chunk_tables, plan.chunk_starts, plan.chunk_counts, plan.max_queries,
+            out[num_decoding:],
+        )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPass:
+    """See `forward.ForwardPass`."""
+
+    network: TritonNetwork
+    kv_cache: KVCache
+    plan: TritonPlan[torch.Tensor]
+    residual: Residual
+
+    def compute(self, layer: int) -> None:
+        """The next layer."""
+        self.network.compute(layer, self.residual, self.plan, self.kv_cache.tensor[layer])
+
+    def logits(self) -> torch.Tensor:
+        """float32 `[rows, vocab]` of what samples."""
+        return self.network.logits(self.residual.rows(self.plan.sampled_rows))
+
+
+def build_triton(
+    config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> TritonNetwork:
+    """Puts a network together from weights as `read_weights` gives them."""
+    maker = _Maker(config, weights, dtype, device)
+    embedding = maker.tensor(names.EMBEDDING, dtype)
+    return TritonNetwork(
+        config=config,
+        device=device,
+        weights=FORMS[dtype],
+        dtype=dtype,
+        embedding=embedding,
+        rotary=RotaryEmbedding.build(
+            config.rope_theta, config.head_dim, config.rope_divisors, config.max_model_len, device
+        ),
+        layers=tuple(maker.layer(names.layer_prefix(index)) for index in range(config.num_layers)),
+        norm=maker.tensor(names.FINAL_NORM, torch.float32),
+        lm_head=Linear(embedding if config.tied_embeddings else maker.tensor(names.LM_HEAD, dtype), None),
+    )
+
+
+class _Maker:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        self._parts_of = names.packing(config)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Of the packed form, whose parts are joined if the checkpoint has them apart."""
+        parts = (name,) if name in self._weights else self._parts_of[name]
+        found = [self._weights[part].to(self._device, dtype) for part in parts]
+        return found[0].contiguous() if len(found) == 1 else torch.cat(found)
+
+    def layer(self, prefix: str) -> LayerWeights:
+        """What belongs to one layer."""
+
+        def norm(name: str) -> torch.Tensor:
+            return self.tensor(prefix + name, torch.float32)
+
+        return LayerWeights(
+            attention_norm=norm(names.ATTENTION_NORM),
+            qkv=self._linear(prefix + names.QKV),
+            head_norms=(norm(names.Q_NORM), norm(names.K_NORM)) if self._config.qk_norm else None,
+            output=self._linear(prefix + names.OUTPUT),
+            mlp_norm=norm(names.MLP_NORM),
+            gate_up=self._linear(prefix + names.GATE_UP),
+            down=self._linear(prefix + names.DOWN),
+        )
+
+    def _linear(self, stem: str) -> Linear:
+        bias = self.tensor(f"{stem}.bias", self._dtype) if f"{stem}.bias" in self._parts_of else None
+        return Linear(self.tensor(f"{stem}.weight", self._dtype), bias)

@@ -1,0 +1,113 @@
+"""The indexes of a batch for the Triton kernels: which rows there are, and where their KV lies.
+
+Sequences with one token each come first, in the order of the batch, then those with several: each kind has a kernel.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvrelay.model.step_plan import Span, begun_blocks, slots_of, spans_of
+from kvrelay.types import Batch, KVLayout
+
+Array = TypeVar("Array")
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan(Generic[Array]):
+    """What a forward pass needs to know about N rows, on the host or on a device.
+
+    D sequences decode, one row each, and S have a chunk of several rows; tables are filled up with block 0.
+    """
+
+    max_queries: int  # rows of the longest chunk
+    token_ids: Array  # [N], int64
+    positions: Array  # [N], int64
+    slots: Array  # [N], int64; -1 where nothing is kept
+    sampled_rows: Array  # int64, in the batch's order
+    begun_blocks: Array  # int64, whose first token is in this step and last is not
+    decode_tables: Array  # [D, blocks], int32
+    decode_counts: Array  # [D], int32; positions, the row's own the last
+    chunk_tables: Array  # [S, blocks], int32
+    chunk_counts: Array  # [S], int32; positions, those of the chunk the last
+    chunk_starts: Array  # [S + 1], int32; rows, counted from the first of a chunk
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """All of them, in their order."""
+        return tuple(getattr(self, name) for name in _ARRAYS)
+
+
+_ARRAYS = [field.name for field in dataclasses.fields(TritonPlan)][1:]
+Other = TypeVar("Other")
+
+
+def with_arrays(plan: TritonPlan[Array], arrays: Sequence[Other]) -> TritonPlan[Other]:
+    """The same plan of the same arrays elsewhere."""
+    return TritonPlan(plan.max_queries, *arrays)
+
+
+def plan_triton(batch: Batch, layout: KVLayout, num_blocks: int) -> TritonPlan[np.ndarray]:
+    """Works out the indexes of a batch that is not empty.
+
+    Raises InternalError if a sequence's tokens or blocks do not cover what is scheduled.
+    """
+    spans = spans_of(batch, layout, num_blocks)
+    decode = [span for span in spans if span.stop - span.start == 1]
+    chunks = [span for span in spans if span.stop - span.start > 1]
+    ordered = decode + chunks
+    ends = np.cumsum([span.stop - span.start for span in ordered])
+    last_rows = {span.row: end - 1 for span, end in zip(ordered, ends, strict=True)}
+    return TritonPlan(
+        token_ids=_int64([token for span in ordered for token in span.token_ids]),
+        positions=np.concatenate([np.arange(span.start, span.stop) for span in ordered]),
+        slots=np.concatenate([slots_of(span, layout.block_size) for span in ordered]),
+        sampled_rows=_int64([last_rows[span.row] for span in spans if span.samples]),
+        begun_blocks=_int64(begun_blocks(spans, layout.block_size)),
+        decode_tables=_tables(decode),
+        decode_counts=_counts(decode),
+        chunk_tables=_tables(chunks),
+        chunk_counts=_counts(chunks),
+        chunk_starts=np.cumsum([0, *(span.stop - span.start for span in chunks)], dtype=np.int32),
+        max_queries=max((span.stop - span.start for span in chunks), default=0),
+    )
+
+
+def padded(plan: TritonPlan[np.ndarray], num_rows: int, num_blocks: int) -> TritonPlan[np.ndarray]:
+    """A plan of decoding rows alone, filled up to so many rows and blocks of a table.
+
+    A row that is added keeps no KV and attends over nothing. What no kernel of a layer reads is left out.
+
+    Raises ValueError if the plan has chunks, or more rows or blocks.
+    """
+    if len(plan.chunk_counts):
+        raise ValueError(f"A plan with {len(plan.chunk_counts)} chunks cannot be padded; only decoding rows can.")
+    rows = (0, num_rows - len(plan.decode_counts))
+    return dataclasses.replace(
+        plan,
+        token_ids=np.pad(plan.token_ids, rows),
+        positions=np.pad(plan.positions, rows),
+        slots=np.pad(plan.slots, rows, constant_values=-1),
+        sampled_rows=_int64([]),
+        begun_blocks=_int64([]),
+        decode_tables=np.pad(plan.decode_tables, (rows, (0, num_blocks - plan.decode_tables.shape[1]))),
+        decode_counts=np.pad(plan.decode_counts, rows),
+    )
+
+
+def _tables(spans: list[Span]) -> np.ndarray:
+    tables = np.zeros((len(spans), max((len(span.blocks) for span in spans), default=0)), np.int32)
+    for row, span in zip(tables, spans, strict=True):
+        row[: len(span.blocks)] = span.blocks
+    return tables
+
+
+def _counts(spans: list[Span]) -> np.ndarray:
+    return np.array([span.stop for span in spans], np.int32)
+
+
+def _int64(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
