@@ -12,6 +12,7 @@ from kvrelay.kernels.native_library import NativeLibrary, load_native
 from kvrelay.kernels.sampling import SamplingKernel
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.forward import Network
+from kvrelay.model.graphed_network import CudaCapture, GraphedNetwork
 from kvrelay.model.kv_cache import DTYPES, KVCache
 from kvrelay.model.kv_memory import asked_kv_memory, default_kv_memory, num_kv_blocks
 from kvrelay.model.native_network import build_native
@@ -20,8 +21,9 @@ from kvrelay.model.network import build_network
 from kvrelay.model.packed_weights import Quantization, read_packed_weights
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
-from kvrelay.model.triton_network import build_triton
+from kvrelay.model.triton_network import TritonNetwork, build_triton
 from kvrelay.model.triton_sampler import TritonSampler
+from kvrelay.model.warm_up import warm_up
 from kvrelay.model.weights import read_config, read_weights
 
 _FAST_BFLOAT16 = {"amx_bf16", "avx512_bf16"}
@@ -40,6 +42,7 @@ def load(
     kv_memory_bytes: int | None = None,
     workers_on_machine: int = 1,
     max_model_len: int | None = None,
+    max_decode_rows: int = 0,
 ) -> ModelRunner:
     """Loads a model and allocates its KV cache (tokens per block: `block_size`).
 
@@ -47,7 +50,9 @@ def load(
     ones are compiled into `native_dir`, or else the cache folder.
 
     `kv_memory_bytes` None takes a fair share of what is free among `workers_on_machine`; `max_model_len` None takes
-    the model's own limit. Raises ModelError, MemoryShortage or StartError in a sentence that says what to do.
+    the model's own limit. On a GPU, decode steps of up to `max_decode_rows` sequences are recorded, and first steps
+    computed, so that nobody waits while kernels are compiled. Raises ModelError, MemoryShortage or StartError in a
+    sentence that says what to do.
     """
     target = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, target)
@@ -62,7 +67,13 @@ def load(
     has_native = kernels == "auto" and target.type == "cpu" and torch_dtype is not torch.float16
     native = load_native(native_dir or cache_dir) if has_native else None
     network = _network(checkpoint, config, quantization, torch_dtype, target, cache_dir, native, has_triton)
-    return ModelRunner(network, KVCache(layout, num_blocks, target), _sampler(native, has_triton))
+    kv_cache = KVCache(layout, num_blocks, target)
+    if target.type == "cuda" and max_decode_rows and isinstance(network, TritonNetwork):
+        network = GraphedNetwork(network, kv_cache, max_decode_rows, CudaCapture())
+    runner = ModelRunner(network, kv_cache, _sampler(native, has_triton))
+    if target.type == "cuda":
+        warm_up(runner)
+    return runner
 
 
 def _sampler(native: NativeLibrary | None, has_triton: bool) -> Sampler:

@@ -6,6 +6,7 @@ Every kernel gives a row the same bits whatever other rows are beside it, as tho
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kvrelay.kernels.matmul import matmul
@@ -32,8 +33,12 @@ class Linear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`[N, inputs]` to `[N, outputs]` of a type."""
         out = torch.empty((len(x), len(self.weight)), dtype=dtype, device=x.device)
-        matmul(x, self.weight, self.bias, out)
+        self.into(x, out)
         return out
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Puts it into memory that is there."""
+        matmul(x, self.weight, self.bias, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,10 @@ class TritonNetwork:
 
     def begin(self, batch: Batch, kv_cache: KVCache) -> "TritonPass":
         """See `forward.Network`."""
-        plan = plan_triton(batch, kv_cache.layout, kv_cache.num_blocks)
+        return self.begin_planned(plan_triton(batch, kv_cache.layout, kv_cache.num_blocks), kv_cache)
+
+    def begin_planned(self, plan: TritonPlan[np.ndarray], kv_cache: KVCache) -> "TritonPass":
+        """A pass over the batch that this is the plan of."""
         on_gpu = with_arrays(plan, on_device(plan.arrays, self.device))
         if len(plan.begun_blocks):  # see `kv_cache`
             kv_cache.tensor.index_fill_(1, on_gpu.begun_blocks, 0)
@@ -99,9 +107,9 @@ class TritonNetwork:
         silu_and_mul(gate_up, gated)
         residual.delta = weights.down(gated, dtype)
 
-    def logits(self, residual: Residual) -> torch.Tensor:
-        """float32 `[rows, vocab]` after the last layer."""
-        return self.lm_head(self._normed(residual, self.norm), torch.float32)
+    def logits_into(self, residual: Residual, out: torch.Tensor) -> None:
+        """Puts the logits of all rows after the last layer into `out`, float32 `[rows, vocab]`."""
+        self.lm_head.into(self._normed(residual, self.norm), out)
 
     def _normed(self, residual: Residual, weight: torch.Tensor) -> torch.Tensor:
         """Adds what is still to be added."""
@@ -149,7 +157,10 @@ class TritonPass:
 
     def logits(self) -> torch.Tensor:
         """float32 `[rows, vocab]` of what samples."""
-        return self.network.logits(self.residual.rows(self.plan.sampled_rows))
+        network, rows = self.network, self.residual.rows(self.plan.sampled_rows)
+        out = torch.empty((len(rows.stream), network.config.vocab_size), device=network.device)
+        network.logits_into(rows, out)
+        return out
 
 
 def build_triton(

@@ -76,26 +76,40 @@ def plan_triton(batch: Batch, layout: KVLayout, num_blocks: int) -> TritonPlan[n
     )
 
 
-def padded(plan: TritonPlan[np.ndarray], num_rows: int, num_blocks: int) -> TritonPlan[np.ndarray]:
-    """A plan of decoding rows alone, filled up to so many rows and blocks of a table.
-
-    A row that is added keeps no KV and attends over nothing. What no kernel of a layer reads is left out.
-
-    Raises ValueError if the plan has chunks, or more rows or blocks.
-    """
-    if len(plan.chunk_counts):
-        raise ValueError(f"A plan with {len(plan.chunk_counts)} chunks cannot be padded; only decoding rows can.")
-    rows = (0, num_rows - len(plan.decode_counts))
-    return dataclasses.replace(
-        plan,
-        token_ids=np.pad(plan.token_ids, rows),
-        positions=np.pad(plan.positions, rows),
-        slots=np.pad(plan.slots, rows, constant_values=-1),
-        sampled_rows=_int64([]),
-        begun_blocks=_int64([]),
-        decode_tables=np.pad(plan.decode_tables, (rows, (0, num_blocks - plan.decode_tables.shape[1]))),
-        decode_counts=np.pad(plan.decode_counts, rows),
+def padding(num_rows: int, num_blocks: int) -> TritonPlan[np.ndarray]:
+    """A plan of decoding rows with tables of so many blocks, all of which keep no KV and attend over nothing."""
+    none, nowhere = np.zeros((0,), np.int32), np.full(num_rows, -1)
+    return TritonPlan(
+        max_queries=0,
+        token_ids=np.zeros_like(nowhere),
+        positions=np.zeros_like(nowhere),
+        slots=nowhere,
+        sampled_rows=np.arange(num_rows),
+        begun_blocks=np.zeros_like(nowhere),
+        decode_tables=np.zeros((num_rows, num_blocks), np.int32),
+        decode_counts=np.zeros(num_rows, np.int32),
+        chunk_tables=none.reshape(0, 0),
+        chunk_counts=none,
+        chunk_starts=np.zeros(1, np.int32),
     )
+
+
+def padded(plan: TritonPlan[np.ndarray], num_rows: int, num_blocks: int) -> TritonPlan[np.ndarray]:
+    """A plan of decoding rows alone, all of which sample, filled up with `padding` to so many rows and blocks.
+
+    Raises ValueError if the plan has more rows or blocks.
+    """
+    rows, blocks = plan.decode_tables.shape
+    if rows > num_rows or blocks > num_blocks:
+        raise ValueError(f"{rows} rows of {blocks} blocks do not fit into {num_rows} of {num_blocks}.")
+    larger = padding(num_rows, num_blocks)
+    larger.token_ids[:rows] = plan.token_ids
+    larger.positions[:rows] = plan.positions
+    larger.slots[:rows] = plan.slots
+    larger.begun_blocks[: len(plan.begun_blocks)] = plan.begun_blocks
+    larger.decode_tables[:rows, :blocks] = plan.decode_tables
+    larger.decode_counts[:rows] = plan.decode_counts
+    return larger
 
 
 def _tables(spans: list[Span]) -> np.ndarray:
