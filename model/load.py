@@ -23,6 +23,7 @@ from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
 from kvrelay.model.triton_network import TritonNetwork, build_triton
 from kvrelay.model.triton_sampler import TritonSampler
+from kvrelay.model.triton_weights import read_grouped_weights
 from kvrelay.model.warm_up import warm_up
 from kvrelay.model.weights import read_config, read_weights
 
@@ -95,11 +96,14 @@ def _network(
     if native is not None:
         model = read_packed_weights(checkpoint, config, quantization, dtype, cache_dir)
         return build_native(config, model, native, torch.get_num_threads())
-    if quantization not in (Quantization.AUTO, Quantization.NONE):
+    if quantization is Quantization.INT4 or (quantization is Quantization.INT8 and not has_triton):
+        others = "auto, none or int8" if has_triton else "auto or none"
         raise StartError(
             f"Weights in {quantization} need the native CPU kernels, which this worker does not use (see the log, "
-            "--device, --dtype and --kernels); set --quantization to auto or none."
+            f"--device, --dtype and --kernels); set --quantization to {others}."
         )
+    if has_triton and quantization is not Quantization.NONE:
+        return build_triton(config, read_grouped_weights(checkpoint, config, quantization, device), dtype, device)
     build = build_triton if has_triton else build_network
     return build(config, read_weights(checkpoint, config, dtype, cache_dir), dtype, device)
 

@@ -3,13 +3,11 @@
 Every kernel gives a row the same bits whatever other rows are beside it, as those of `native_network` do on CPUs.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvrelay.kernels.matmul import matmul
 from kvrelay.kernels.norm_and_gate import add_rms_norm, silu_and_mul
 from kvrelay.kernels.paged_attention import decode_attention, prefill_attention
 from kvrelay.kernels.rope import rope_and_store
@@ -18,27 +16,9 @@ from kvrelay.model.config import ModelConfig
 from kvrelay.model.device_arrays import on_device
 from kvrelay.model.kv_cache import KVCache
 from kvrelay.model.layers import RotaryEmbedding
-from kvrelay.model.network import FORMS
 from kvrelay.model.triton_plan import TritonPlan, plan_triton, with_arrays
+from kvrelay.model.triton_weights import Matrix, MatrixMaker, TritonWeights
 from kvrelay.types import Batch
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight `[outputs, inputs]` and a bias `[outputs]`."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """`[N, inputs]` to `[N, outputs]` of a type."""
-        out = torch.empty((len(x), len(self.weight)), dtype=dtype, device=x.device)
-        self.into(x, out)
-        return out
-
-    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Puts it into memory that is there."""
-        matmul(x, self.weight, self.bias, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +26,12 @@ class LayerWeights:
     """One decoder layer; weights of norms are float32."""
 
     attention_norm: torch.Tensor
-    qkv: Linear
+    qkv: Matrix
     head_norms: tuple[torch.Tensor, torch.Tensor] | None  # of queries and keys
-    output: Linear
+    output: Matrix
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(slots=True)
@@ -76,11 +56,11 @@ class TritonNetwork:
     device: torch.device
     weights: str
     dtype: torch.dtype  # of everything but the residual stream and logits
-    embedding: torch.Tensor
+    embedding: Matrix
     rotary: RotaryEmbedding
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    lm_head: Linear
+    lm_head: Matrix
 
     def begin(self, batch: Batch, kv_cache: KVCache) -> "TritonPass":
         """See `forward.Network`."""
@@ -95,21 +75,21 @@ class TritonNetwork:
 
     def embed(self, token_ids: torch.Tensor) -> Residual:
         """The residual stream before the first layer."""
-        return Residual(self.embedding.index_select(0, token_ids).float())
+        return Residual(self.embedding.rows(token_ids))
 
     def compute(self, layer: int, residual: Residual, plan: TritonPlan[torch.Tensor], kv: torch.Tensor) -> None:
         """One layer, whose KV is `kv`."""
         weights, dtype = self.layers[layer], self.dtype
         q = self._heads(self._normed(residual, weights.attention_norm), weights, plan, kv)
-        residual.delta = weights.output(_attended(q, plan, kv).flatten(1), dtype)
-        gate_up = weights.gate_up(self._normed(residual, weights.mlp_norm), dtype)
+        residual.delta = _product(_attended(q, plan, kv).flatten(1), weights.output, dtype)
+        gate_up = _product(self._normed(residual, weights.mlp_norm), weights.gate_up, dtype)
         gated = torch.empty((len(gate_up), self.config.intermediate_size), dtype=dtype, device=self.device)
         silu_and_mul(gate_up, gated)
-        residual.delta = weights.down(gated, dtype)
+        residual.delta = _product(gated, weights.down, dtype)
 
     def logits_into(self, residual: Residual, out: torch.Tensor) -> None:
         """Puts the logits of all rows after the last layer into `out`, float32 `[rows, vocab]`."""
-        self.lm_head.into(self._normed(residual, self.norm), out)
+        self.lm_head.multiply(self._normed(residual, self.norm), out)
 
     def _normed(self, residual: Residual, weight: torch.Tensor) -> torch.Tensor:
         """Adds what is still to be added."""
@@ -123,11 +103,17 @@ class TritonNetwork:
     ) -> torch.Tensor:
         """Rotated queries `[N, num_heads, head_dim]`; keys and values are written into their blocks."""
         config = self.config
-        qkv = weights.qkv(x, self.dtype)
+        qkv = _product(x, weights.qkv, self.dtype)
         q = torch.empty((len(x), config.num_heads, config.head_dim), dtype=self.dtype, device=self.device)
         tables, norms = (self.rotary.cos, self.rotary.sin), weights.head_norms
         rope_and_store(qkv, plan.positions, tables, norms, config.rms_norm_eps, plan.slots, q, kv)
         return q
+
+
+def _product(x: torch.Tensor, weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty((len(x), weight.num_outputs), dtype=dtype, device=x.device)
+    weight.multiply(x, out)
+    return out
 
 
 def _attended(q: torch.Tensor, plan: TritonPlan[torch.Tensor], kv: torch.Tensor) -> torch.Tensor:
@@ -164,58 +150,36 @@ class TritonPass:
 
 
 def build_triton(
-    config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+    config: ModelConfig, weights: TritonWeights, dtype: torch.dtype, device: torch.device
 ) -> TritonNetwork:
-    """Puts a network together from weights as `read_weights` gives them."""
-    maker = _Maker(config, weights, dtype, device)
-    embedding = maker.tensor(names.EMBEDDING, dtype)
+    """Puts a network together from weights as `read_weights` or `read_grouped_weights` give them."""
+    maker = MatrixMaker(config, weights, dtype, device)
+    embedding = maker.matrix(names.EMBEDDING)
     return TritonNetwork(
         config=config,
         device=device,
-        weights=FORMS[dtype],
+        weights=maker.forms,
         dtype=dtype,
         embedding=embedding,
         rotary=RotaryEmbedding.build(
             config.rope_theta, config.head_dim, config.rope_divisors, config.max_model_len, device
         ),
-        layers=tuple(maker.layer(names.layer_prefix(index)) for index in range(config.num_layers)),
-        norm=maker.tensor(names.FINAL_NORM, torch.float32),
-        lm_head=Linear(embedding if config.tied_embeddings else maker.tensor(names.LM_HEAD, dtype), None),
+        layers=tuple(_layer(config, maker, names.layer_prefix(index)) for index in range(config.num_layers)),
+        norm=maker.vector(names.FINAL_NORM, torch.float32),
+        lm_head=embedding if config.tied_embeddings else maker.matrix(names.LM_HEAD),
     )
 
 
-class _Maker:
-    def __init__(
-        self, config: ModelConfig, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._config = config
-        self._weights = weights
-        self._dtype = dtype
-        self._device = device
-        self._parts_of = names.packing(config)
+def _layer(config: ModelConfig, maker: MatrixMaker, prefix: str) -> LayerWeights:
+    def norm(name: str) -> torch.Tensor:
+        return maker.vector(prefix + name, torch.float32)
 
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Of the packed form, whose parts are joined if the checkpoint has them apart."""
-        parts = (name,) if name in self._weights else self._parts_of[name]
-        found = [self._weights[part].to(self._device, dtype) for part in parts]
-        return found[0].contiguous() if len(found) == 1 else torch.cat(found)
-
-    def layer(self, prefix: str) -> LayerWeights:
-        """What belongs to one layer."""
-
-        def norm(name: str) -> torch.Tensor:
-            return self.tensor(prefix + name, torch.float32)
-
-        return LayerWeights(
-            attention_norm=norm(names.ATTENTION_NORM),
-            qkv=self._linear(prefix + names.QKV),
-            head_norms=(norm(names.Q_NORM), norm(names.K_NORM)) if self._config.qk_norm else None,
-            output=self._linear(prefix + names.OUTPUT),
-            mlp_norm=norm(names.MLP_NORM),
-            gate_up=self._linear(prefix + names.GATE_UP),
-            down=self._linear(prefix + names.DOWN),
-        )
-
-    def _linear(self, stem: str) -> Linear:
-        bias = self.tensor(f"{stem}.bias", self._dtype) if f"{stem}.bias" in self._parts_of else None
-        return Linear(self.tensor(f"{stem}.weight", self._dtype), bias)
+    return LayerWeights(
+        attention_norm=norm(names.ATTENTION_NORM),
+        qkv=maker.linear(prefix + names.QKV),
+        head_norms=(norm(names.Q_NORM), norm(names.K_NORM)) if config.qk_norm else None,
+        output=maker.linear(prefix + names.OUTPUT),
+        mlp_norm=norm(names.MLP_NORM),
+        gate_up=maker.linear(prefix + names.GATE_UP),
+        down=maker.linear(prefix + names.DOWN),
+    )

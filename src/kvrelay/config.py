@@ -150,7 +150,7 @@ class WorkerOptions(ProcessSettings):
     dtype: Dtype = Field("auto", description="Precision of the model.")
     quantization: Quantization = Field(
         "none",
-        description="How the CPU keeps weights; auto keeps those of a quantised file as they are, which is faster.",
+        description="How weights are kept; auto keeps those of a quantised file as they are, which is faster.",
     )
     kernels: Literal["auto", "triton", "torch"] = Field(
         "auto", description="What the model computes with; auto: native code on a CPU, Triton on a GPU."

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
 
+from kvrelay.bench.gpu_costs import Decoder
+from kvrelay.bench.gpu_model import write_random_model
 from kvrelay.checkpoint import resolve
-from kvrelay.errors import InternalError, StartError
+from kvrelay.errors import InternalError, ModelError, StartError
 from kvrelay.model.load import load, takes_triton
+from kvrelay.model.packed_weights import Quantization
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.sampler import Sampler
 from kvrelay.model.triton_sampler import TritonSampler
@@ -20,6 +24,7 @@ from tests.model.test_gguf import VOCAB, write_gguf
 from tests.model.test_native_sameness import same
 from tests.tiny_model import write_tiny_model
 
+Q = GGMLQuantizationType
 LENGTHS = (1, 9, 35)
 NUM_TOKENS = 2
 # Infinite logits are meant, and numpy, which interprets, remarks on their differences.
@@ -35,7 +40,11 @@ def interpreted() -> Iterator[None]:
 
 
 def runner_of(
-    model: Path, kernels: str = "triton", block_size: int = 16, dtype: str = "float32", **options: int
+    model: Path,
+    kernels: str = "triton",
+    block_size: int = 16,
+    dtype: str = "float32",
+    quantization: Quantization = Quantization.NONE,
 ) -> ModelRunner:
     cache_dir = model.parent / "cache"
     checkpoint = resolve(str(model), cache_dir)
@@ -48,7 +57,7 @@ def runner_of(
         block_size=block_size,
         kv_memory_bytes=4 << 20,
         max_model_len=256,
-        **options,  # type: ignore[arg-type]
+        quantization=quantization,
     )
 
 
@@ -74,6 +83,34 @@ def test_logits_and_tokens_are_those_of_torch(arch: str, tmp_path: Path) -> None
         found[-1].append(torch.tensor([row.token_ids[-3:] for row in rows[::2]]))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "forms"),
+    [(Q.Q4_1, "auto", "int4"), (Q.Q8_0, "auto", "int8"), (Q.F32, "auto", "fp32"), (Q.F32, "int8", "int8")],
+)
+def test_weights_in_codes_are_those_of_the_file(
+    kind: GGMLQuantizationType, quantization: str, forms: str, tmp_path: Path
+) -> None:
+    path, logits = tmp_path / "m.gguf", []
+    write_gguf(path, "qwen2", kind=kind)
+    for kernels, kept in (("triton", quantization), ("torch", "none")):
+        driver = Driver(runner_of(path, kernels, quantization=Quantization(kept)))
+        row = driver.sequence(random_ids(9, VOCAB, 1))
+        logits.append(driver.prefill(row, 9))
+        if kernels == "triton":
+            assert driver.runner.network.weights == forms
+    tolerance = 0.03 if (kind, quantization) == (Q.F32, "int8") else 1e-4
+    assert (logits[0] - logits[1]).abs().max() < tolerance * logits[1].abs().max()
+    assert quantization != "int8" or not torch.equal(*logits)
+
+
+def test_weights_that_gpus_cannot_multiply_are_refused(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(StartError, match="to auto, none or int8"):
+        runner_of(model, quantization=Quantization.INT4)
+    write_random_model(tmp_path / "odd", Decoder(1, 40, 2, 1, 16, 32, 50), 256, seed=1, device=CPU)
+    with pytest.raises(ModelError, match="40 inputs, no whole groups of 32"):
+        runner_of(tmp_path / "odd", quantization=Quantization.INT8)
 
 
 def alone(driver: Driver, prompt: list[int], chunk: int = 1000) -> list[torch.Tensor]:
