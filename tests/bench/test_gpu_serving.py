@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,17 @@ def test_real_workers_give_the_same_answers_together_and_apart(model: Path) -> N
     assert all(row["tokens_per_s"] > 0 and row["other_ids"] == 0 for row in rows)
     assert [(arm.requests, arm.mismatches) for arm in comparison.arms] == [(8 + 2 + 6, 0)] * 2
     assert comparison.arms[1].compared == 8
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is there for Linux")
+def test_real_workers_compute_with_tritons_kernels(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    """Interpreted, so that it is little that they compute."""
+    for name, value in {"TRITON_INTERPRET": "1", "KVRELAY_KERNELS": "triton", "KVRELAY_DTYPE": "float32"}.items():
+        monkeypatch.setenv(name, value)
+    sizes = replace(SIZES, loads=(1,), input_len=5, output_len=3, num_questions=0)
+    rows, comparison = gpu_serving.serve(model, sizes, seed=3, device="cpu")
+    assert [(row["arm"], row["other_ids"]) for row in rows] == [("both", 0), ("1P1D", 0)]
+    assert comparison.mismatches == 0
 
 
 def test_other_answers_are_counted(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
