@@ -58,13 +58,18 @@ def plan_triton(batch: Batch, layout: KVLayout, num_blocks: int) -> TritonPlan[n
     spans = spans_of(batch, layout, num_blocks)
     decode = [span for span in spans if span.stop - span.start == 1]
     chunks = [span for span in spans if span.stop - span.start > 1]
-    ordered = decode + chunks
+    ordered, starts = decode + chunks, _int64([span.start for span in decode])
     ends = np.cumsum([span.stop - span.start for span in ordered])
     last_rows = {span.row: end - 1 for span, end in zip(ordered, ends, strict=True)}
     return TritonPlan(
         token_ids=_int64([token for span in ordered for token in span.token_ids]),
-        positions=np.concatenate([np.arange(span.start, span.stop) for span in ordered]),
-        slots=np.concatenate([slots_of(span, layout.block_size) for span in ordered]),
+        positions=np.concatenate([starts, *(np.arange(span.start, span.stop) for span in chunks)]),
+        slots=np.concatenate(
+            [
+                _int64([span.blocks[-1] for span in decode]) * layout.block_size + starts % layout.block_size,
+                *(slots_of(span, layout.block_size) for span in chunks),
+            ]
+        ),
         sampled_rows=_int64([last_rows[span.row] for span in spans if span.samples]),
         begun_blocks=_int64(begun_blocks(spans, layout.block_size)),
         decode_tables=_tables(decode),
