@@ -47,6 +47,7 @@ class Sizes:
     input_len: int = 512
     output_len: int = 256
     num_questions: int = 120
+    chunk: int = 2048  # prompt tokens of a step: a GPU computes fewer before the next ones are launched
     served_kv_bytes: int = 4 << 30  # of each worker
 
 
@@ -109,7 +110,7 @@ def serve(model: Path, sizes: Sizes, seed: int, device: str) -> tuple[list[dict[
     questions = make_plan(seed, sizes.num_questions, max(sizes.loads), limits)
     for arm, workers in ARMS.items():
         options = {**workers, "model": model, "cache_dir": model.parent / "cache", "device": device, "threads": 2}
-        with running(**options, kv_memory=sizes.served_kv_bytes) as url:
+        with running(**options, kv_memory=sizes.served_kv_bytes, max_batch_tokens=sizes.chunk) as url:
             counted = comparison.begin(arm)
             ask(url, questions, comparison.add)
             for concurrency in sizes.loads:

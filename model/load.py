@@ -125,7 +125,7 @@ def takes_triton(kernels: str, device: torch.device) -> bool:
     if kernels == "triton" and device.type != "cuda" and not IS_INTERPRETED:
         raise StartError(
             f"Triton's kernels were asked for, but they compute on GPUs and the device is {device.type}; set --device "
-            "to cuda or --kernels to auto. To try them slowly on a CPU, set TRITON_INTERPRET=1."
+            "to cuda or --kernels to auto. To try them slowly on a CPU, set TRITON_INTERPRET=1 and --dtype to float32."
         )
     return kernels == "triton" or (kernels == "auto" and device.type == "cuda")
 

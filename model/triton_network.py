@@ -95,7 +95,6 @@ class TritonNetwork:
         """Adds what is still to be added."""
         out = torch.empty(residual.stream.shape, dtype=self.dtype, device=self.device)
         add_rms_norm(residual.stream, residual.delta, weight, self.config.rms_norm_eps, out)
-        residual.delta = None
         return out
 
     def _heads(

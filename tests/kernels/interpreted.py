@@ -31,6 +31,7 @@ def load_kernels(name: str, *, interpreted: bool) -> ModuleType:
     return module
 
 
+MODULES = ("gumbel", "matmul", "norm_and_gate", "paged_attention", "rope")  # what a model computes with
 _TILE = {"rows": 32, "outputs": 128, "depth": 64, "near": 8}
 _SIZES: dict[str, dict[str, Any]] = {"matmul": {"_shape": lambda *_: _TILE}, "paged_attention": {"_SPLIT": 32}}
 
@@ -42,7 +43,7 @@ def interpret_everywhere(patch: pytest.MonkeyPatch) -> None:
     smaller splits, so that short contexts have several.
     """
     mend_interpreter(patch)
-    for name in ("gumbel", "matmul", "norm_and_gate", "paged_attention", "rope"):
+    for name in MODULES:
         module = importlib.import_module(f"kvrelay.kernels.{name}")
         kernels = load_kernels(f"{name}_triton", interpreted=True)
         patch.setattr(module, f"{name}_triton", kernels, raising=False)

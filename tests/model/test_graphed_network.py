@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.checkpoint import resolve
+from kvrelay.checkpoint import Checkpoint, resolve
+from kvrelay.config import WorkerSettings
 from kvrelay.model.graphed_network import GraphedNetwork, Replay, row_sizes, table_sizes
 from kvrelay.model.load import load
 from kvrelay.model.runner import ModelRunner
+from kvrelay.model.served import load_served
 from kvrelay.model.triton_network import TritonNetwork, build_triton
 from kvrelay.model.warm_up import warm_up
 from kvrelay.model.weights import read_config, read_weights
+from kvrelay.types import Role
 from tests.kernels.interpreted import interpret_everywhere
 from tests.model.conftest import Driver, random_ids
 from tests.model.test_gguf import VOCAB, write_gguf
@@ -169,3 +172,18 @@ def test_a_runner_is_warmed_up_in_its_first_block(pair: Pair) -> None:
     assert (kv[:, 1:] == 3.0).all()
     assert (kv[:, 0, :, :, :3] != 3.0).any(-1).all()
     assert pair.replayed() == [(1, 4)]
+
+
+@pytest.mark.parametrize(("role", "max_rows"), [(Role.PREFILL, 0), (Role.DECODE, 5), (Role.BOTH, 5)])
+def test_workers_that_decode_record_steps_of_all_that_they_run_at_once(
+    role: Role, max_rows: int, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {}
+
+    def load_nothing(checkpoint: Checkpoint, **options: object) -> ModelRunner:
+        given.update(options)
+        return pair.eager.runner
+
+    monkeypatch.setattr("kvrelay.model.served.load", load_nothing)
+    load_served(WorkerSettings(role=role, model=str(tmp_path / "m.gguf"), cache_dir=tmp_path / "cache", max_num_seqs=5))
+    assert given["max_decode_rows"] == max_rows
