@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 
 from kvrelay.checkpoint import Checkpoint
-from kvrelay.errors import StartError
+from kvrelay.errors import MemoryShortage, StartError
 from kvrelay.kernels.launch import HAS_TRITON, IS_INTERPRETED
 from kvrelay.kernels.native_library import NativeLibrary, load_native
 from kvrelay.kernels.sampling import SamplingKernel
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.forward import Network
-from kvrelay.model.graphed_network import CudaCapture, GraphedNetwork
+from kvrelay.model.graphed_network import Capture, CudaCapture, GraphedNetwork
 from kvrelay.model.kv_cache import DTYPES, KVCache
 from kvrelay.model.kv_memory import asked_kv_memory, default_kv_memory, num_kv_blocks
 from kvrelay.model.native_network import build_native
@@ -69,11 +69,27 @@ def load(
     native = load_native(native_dir or cache_dir) if has_native else None
     network = _network(checkpoint, config, quantization, torch_dtype, target, cache_dir, native, has_triton)
     kv_cache = KVCache(layout, num_blocks, target)
-    if target.type == "cuda" and max_decode_rows and isinstance(network, TritonNetwork):
-        network = GraphedNetwork(network, kv_cache, max_decode_rows, CudaCapture())
-    runner = ModelRunner(network, kv_cache, _sampler(native, has_triton))
     if target.type == "cuda":
+        return prepared(network, kv_cache, _sampler(native, has_triton), max_decode_rows, CudaCapture())
+    return ModelRunner(network, kv_cache, _sampler(native, has_triton))
+
+
+def prepared(
+    network: Network, kv_cache: KVCache, sampler: Sampler, max_decode_rows: int, capture: Capture
+) -> ModelRunner:
+    """A runner whose decode steps are recorded, if it is Triton's, and whose kernels are compiled.
+
+    Raises MemoryShortage if the device has no room for it.
+    """
+    try:
+        if max_decode_rows and isinstance(network, TritonNetwork):
+            network = GraphedNetwork(network, kv_cache, max_decode_rows, capture)
+        runner = ModelRunner(network, kv_cache, sampler)
         warm_up(runner)
+    except torch.OutOfMemoryError as error:
+        raise MemoryShortage(
+            "The GPU has no room for what a step computes beside weights and KV; lower --kv-memory or --max-num-seqs."
+        ) from error
     return runner
 
 

@@ -9,12 +9,12 @@ import torch
 
 from kvrelay.checkpoint import Checkpoint, resolve
 from kvrelay.config import WorkerSettings
+from kvrelay.errors import MemoryShortage
 from kvrelay.model.graphed_network import GraphedNetwork, Replay, row_sizes, table_sizes
-from kvrelay.model.load import load
+from kvrelay.model.load import load, prepared
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.model.triton_network import TritonNetwork, build_triton
-from kvrelay.model.warm_up import warm_up
 from kvrelay.model.weights import read_config, read_weights
 from kvrelay.types import Role
 from tests.kernels.interpreted import interpret_everywhere
@@ -50,6 +50,7 @@ class Pair:
     eager: Driver
     capture: EagerCapture
     sizes: list[tuple[int, int]]
+    torch: ModelRunner  # the same on plain torch
 
     def replayed(self) -> list[tuple[int, int]]:
         """Sizes since the last call."""
@@ -83,6 +84,7 @@ def pair_of(tmp_path: Path) -> Pair:
         Driver(ModelRunner(network, other.kv_cache, other.sampler)),
         capture,
         sizes,
+        other,
     )
 
 
@@ -165,13 +167,29 @@ def test_filling_up_changes_no_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(pair.capture.replayed) == 1
 
 
-def test_a_runner_is_warmed_up_in_its_first_block(pair: Pair) -> None:
-    kv = pair.graphed.runner.kv_cache.tensor
-    kv.fill_(3.0)
-    warm_up(pair.graphed.runner)
-    assert (kv[:, 1:] == 3.0).all()
-    assert (kv[:, 0, :, :, :3] != 3.0).any(-1).all()
-    assert pair.replayed() == [(1, 4)]
+def test_a_runner_is_prepared_in_its_first_block(pair: Pair) -> None:
+    runner, capture = pair.eager.runner, EagerCapture()
+    runner.kv_cache.tensor.fill_(3.0)
+    prepared(runner.network, runner.kv_cache, runner.sampler, 1, capture)
+    assert capture.num_recorded == 3
+    assert capture.replayed == [2]
+    assert (runner.kv_cache.tensor[:, 1:] == 3.0).all()
+    assert (runner.kv_cache.tensor[:, 0, :, :, :3] != 3.0).any(-1).all()
+
+
+def test_a_network_of_torch_is_prepared_without_recorded_steps(pair: Pair) -> None:
+    runner, capture = pair.torch, EagerCapture()
+    assert prepared(runner.network, runner.kv_cache, runner.sampler, 1, capture).network is runner.network
+    assert capture.num_recorded == 0
+
+
+def test_a_device_without_room_for_a_step_is_said(pair: Pair) -> None:
+    def full(function: Callable[[], None]) -> Replay:
+        raise torch.OutOfMemoryError("of the device")
+
+    runner = pair.eager.runner
+    with pytest.raises(MemoryShortage, match="lower --kv-memory"):
+        prepared(runner.network, runner.kv_cache, runner.sampler, 1, full)
 
 
 @pytest.mark.parametrize(("role", "max_rows"), [(Role.PREFILL, 0), (Role.DECODE, 5), (Role.BOTH, 5)])
