@@ -15,19 +15,20 @@ ARGS ?=
 PEERS_DIR ?= ../shared/peers
 # Two processes share the tests, by files, in the order in which they are collected; ARGS='-n 0' keeps them in one.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
-# Where `make gpu-check` puts its figures.
+# Where `make gpu-check` puts its figures: of kernels, and of a model that is served.
 JSON ?= out/gpu_kernels.json
+SERVING_JSON ?= out/gpu_serving.json
 
 # Every variable on make's command line is an option, NAME=value as KVRELAY_NAME, so that none has to be listed here.
 GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command line,$(origin $(name))),$(name)))
-GIVEN := $(filter-out PYTHON ARGS PEERS PEERS_DIR JSON VENV BIN MAKEFLAGS MAKEOVERRIDES -% KVRELAY_%,$(GIVEN))
+GIVEN := $(filter-out PYTHON ARGS PEERS PEERS_DIR JSON SERVING_JSON VENV BIN MAKEFLAGS MAKEOVERRIDES -% KVRELAY_%,$(GIVEN))
 $(foreach name,$(GIVEN),$(eval export KVRELAY_$(name) := $$($(name))))
 
 help:
 	@echo "make up      set up, serve the bundled model until Ctrl-C (make up PREFILL=2 DECODE=2 PORT=9000 MODEL=...)"
 	@echo "make test    run the tests (ARGS='-k name' picks some)"
 	@echo "make check   lint, formatting, types"
-	@echo "make gpu-check  run the tests that need a GPU, on this machine's, and measure its kernels (JSON=FILE for figures)"
+	@echo "make gpu-check  run the tests that need a GPU, on this machine's, and measure its kernels and a served model (JSON=FILE, SERVING_JSON=FILE for figures)"
 	@echo "make soak    run the long tests: faults by the thousand, endurance"
 	@echo "make bench   measure throughput and latencies of this checkout (PEERS=1 PEERS_DIR=...: and of other systems)"
 	@echo "make clean   remove what the above made here"
@@ -50,6 +51,7 @@ gpu-check: venv
 	@$(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu-check needs a GPU, and torch sees none here.")'
 	$(BIN)/pytest -m gpu $(ARGS)
 	$(BIN)/python -m kvrelay.bench.gpu_kernels --json $(JSON)
+	$(BIN)/python -m kvrelay.bench.gpu_serving --json $(SERVING_JSON)
 
 soak: venv
 	$(BIN)/pytest -m soak --timeout 2700 $(ARGS)

@@ -5,8 +5,9 @@ Both copy bytes and know nothing of what they mean, so that every bit arrives, o
 
 import torch
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import block_copy_triton
 
 
@@ -19,7 +20,7 @@ def gather_blocks(layer: torch.Tensor, block_ids: torch.Tensor, packed: torch.Te
     Raises ValueError if the shapes or types are others.
     """
     check_blocks(layer, block_ids, packed)
-    if layer.is_cuda:
+    if takes_triton(layer):
         block_copy_triton.gather(layer, block_ids, packed)
     else:
         torch.index_select(layer, 0, block_ids, out=packed)
@@ -31,7 +32,7 @@ def scatter_blocks(packed: torch.Tensor, block_ids: torch.Tensor, layer: torch.T
     Raises ValueError if the shapes or types are others.
     """
     check_blocks(layer, block_ids, packed)
-    if layer.is_cuda:
+    if takes_triton(layer):
         block_copy_triton.scatter(packed, block_ids, layer)
     else:
         layer.index_copy_(0, block_ids, packed)

@@ -8,8 +8,9 @@ always changes the sum, and any other damage goes unnoticed once in 2**64 times.
 
 import torch
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import digest_triton
 
 WORD_BYTES = 4
@@ -27,7 +28,7 @@ def digest_bytes(content: torch.Tensor, out: torch.Tensor) -> None:
     """
     _check(content, out)
     words = content.view(torch.int32)
-    if content.is_cuda:
+    if takes_triton(content):
         digest_triton.digest(words, out)
     else:
         places = torch.arange(len(words), dtype=torch.int64) << 32

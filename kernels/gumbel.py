@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import gumbel_triton
 
 _WORD = 2**64
@@ -52,7 +53,7 @@ def sample_tokens(logits: torch.Tensor, sampling: RowSampling, out: torch.Tensor
             f"Logits {logits.dtype} {list(logits.shape)}, {len(sampling.seeds)} settings and ids {out.dtype} "
             f"{list(out.shape)} do not fit together; expected float32 [N, vocab], N of each type named, int64 [N]."
         )
-    if logits.is_cuda:
+    if takes_triton(logits):
         gumbel_triton.sample(logits, sampling, out)
         return
     for row, values in enumerate(zip(*(field.tolist() for field in sampling.fields()), strict=True)):

@@ -1,11 +1,25 @@
-"""Launch options that all kernels with matrix products share.
+"""Where kernels of Triton are there, and launch options that all of them with matrix products share.
 
 Every launch also says `enable_fp_fusion=False` itself: whether the compiler fuses a product and a sum would decide
 about bits, differently in two kernels that must agree, and Triton's default for it is about to change. Where a fused
 multiply-add is wanted, the kernels write `tl.fma`.
 """
 
+import importlib.util
+import os
+
 import torch
+
+_IS_INSTALLED = importlib.util.find_spec("triton") is not None
+# Triton asks for it once, when it decorates kernels: on any device they are interpreted, slowly, to be tried there.
+IS_INTERPRETED = _IS_INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
+# It comes with a torch that is built for GPUs; any other does not need it.
+HAS_TRITON = IS_INTERPRETED or (_IS_INSTALLED and torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
+
+
+def takes_triton(tensor: torch.Tensor) -> bool:
+    """Whether what is computed from a tensor is computed by Triton's kernels, not by plain torch."""
+    return tensor.is_cuda or IS_INTERPRETED
 
 
 def dot_options(num_stages: int) -> dict[str, int]:

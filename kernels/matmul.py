@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import matmul_triton
 
 GROUP = 32  # inputs that share a scale and a minimum
@@ -21,7 +22,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
     _check(x, weight, bias, out)
     if weight.dtype != x.dtype:
         raise ValueError(f"A weight of {weight.dtype} does not fit {x.dtype}; expected one type.")
-    if x.is_cuda:
+    if takes_triton(x):
         matmul_triton.matmul(x, weight, bias, out)
         return
     out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
@@ -54,7 +55,7 @@ def quantised_matmul(
         )
     if minimums is not None and inputs % GROUP:
         raise ValueError(f"A weight of {inputs} inputs has no whole groups of {GROUP}.")
-    if x.is_cuda:
+    if takes_triton(x):
         matmul_triton.quantised_matmul(x, codes, scales, minimums, bias, out)
         return
     weight = dequantised(codes, scales, minimums, torch.float64 if minimums is None else x.dtype).double()

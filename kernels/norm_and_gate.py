@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import norm_and_gate_triton
 
 
@@ -25,7 +26,7 @@ def add_rms_norm(
             f"A residual stream {hidden.dtype} {list(hidden.shape)}, a weight {weight.dtype} {list(weight.shape)} and "
             f"a result {list(out.shape)} do not fit together; expected float32 [N, size] and [size], and [N, size]."
         )
-    if hidden.is_cuda:
+    if takes_triton(hidden):
         norm_and_gate_triton.add_rms_norm(hidden, delta, weight, eps, out)
         return
     if delta is not None:
@@ -46,7 +47,7 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
             f"Gates and values {gate_up.dtype} {list(gate_up.shape)} do not fit {out.dtype} {list(out.shape)}; "
             "expected [N, 2 * size] and [N, size] of one type, contiguous."
         )
-    if gate_up.is_cuda:
+    if takes_triton(gate_up):
         norm_and_gate_triton.silu_and_mul(gate_up, out)
         return
     gate, up = gate_up.double().chunk(2, dim=-1)

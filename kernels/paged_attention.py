@@ -9,8 +9,9 @@ position of its sequence is never used.
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import paged_attention_triton
 
 
@@ -32,7 +33,7 @@ def decode_attention(
     _check(q, kv, scales, block_tables, num_positions, out)
     if num_positions.shape[0] != q.shape[0]:
         raise ValueError(f"{num_positions.shape[0]} rows are counted, expected the {q.shape[0]} of q.")
-    if q.is_cuda:
+    if takes_triton(q):
         paged_attention_triton.decode(q, kv, scales, block_tables, num_positions, out)
         return
     for row, length in enumerate(num_positions.tolist()):
@@ -60,7 +61,7 @@ def prefill_attention(
     _check(q, kv, scales, block_tables, num_positions, out)
     if query_starts.shape[0] != num_positions.shape[0] + 1 or query_starts.dtype != torch.int32:
         raise ValueError(f"{query_starts.shape[0]} starts of {num_positions.shape[0]} sequences; expected one more.")
-    if q.is_cuda:
+    if takes_triton(q):
         paged_attention_triton.prefill(q, kv, scales, block_tables, query_starts, num_positions, max_queries, out)
         return
     starts = query_starts.tolist()

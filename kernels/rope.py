@@ -3,8 +3,9 @@
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-# Triton comes with a torch that is built for GPUs; any other does not need it.
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+from kvrelay.kernels.launch import HAS_TRITON, takes_triton
+
+if HAS_TRITON:
     from kvrelay.kernels import rope_triton
 
 
@@ -30,7 +31,7 @@ def rope_and_store(
     Raises ValueError if the shapes or types are others.
     """
     _check(qkv, positions, slots, q, kv, scales)
-    if qkv.is_cuda:
+    if takes_triton(qkv):
         rope_triton.rope_and_store(qkv, positions, tables, norms, eps, slots, q, kv, scales)
         return
     num_rows, num_heads, head_dim = q.shape

@@ -7,7 +7,7 @@ import torch
 
 from kvrelay.kernels.attention import PagedRows
 from kvrelay.kernels.pointwise import WrittenRows
-from kvrelay.model.step_plan import Span, begun_blocks, spans_of
+from kvrelay.model.step_plan import begun_blocks, slots_of, spans_of
 from kvrelay.types import Batch, KVLayout
 
 
@@ -27,8 +27,6 @@ def plan_native(batch: Batch, layout: KVLayout, num_blocks: int, num_positions: 
     Raises InternalError if a sequence's tokens or blocks do not cover what is scheduled.
     """
     spans = spans_of(batch, layout, num_blocks)
-    positions = [np.arange(span.start, span.stop) for span in spans]
-    slots = [_slots(span, each, layout.block_size) for span, each in zip(spans, positions, strict=True)]
     return NativePlan(
         token_ids=_tensor([token for span in spans for token in span.token_ids]),
         # Not through `build`: `spans_of` has checked all of it, and this is done in every step.
@@ -41,8 +39,8 @@ def plan_native(batch: Batch, layout: KVLayout, num_blocks: int, num_positions: 
             num_blocks=num_blocks,
         ),
         written=WrittenRows(
-            positions=_tensor(np.concatenate(positions)),
-            slots=_tensor(np.concatenate(slots)),
+            positions=_tensor(np.concatenate([np.arange(span.start, span.stop) for span in spans])),
+            slots=_tensor(np.concatenate([slots_of(span, layout.block_size) for span in spans])),
             begun=_tensor(begun_blocks(spans, layout.block_size)),
             block_size=layout.block_size,
             num_blocks=num_blocks,
@@ -50,11 +48,6 @@ def plan_native(batch: Batch, layout: KVLayout, num_blocks: int, num_positions: 
         ),
         sampled_rows=_tensor([span.row + span.stop - span.start - 1 for span in spans if span.samples]),
     )
-
-
-def _slots(span: Span, positions: np.ndarray, block_size: int) -> np.ndarray:
-    slots: np.ndarray = span.blocks[positions // block_size] * block_size + positions % block_size
-    return slots
 
 
 def _offsets(lengths: list[int]) -> torch.Tensor:

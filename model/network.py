@@ -17,7 +17,7 @@ from kvrelay.model.layers import GatedMLP, Projection, RMSNorm, RotaryEmbedding,
 from kvrelay.model.step_plan import StepPlan, plan_step
 from kvrelay.types import Batch
 
-_FORMS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+FORMS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Stores KV `[N, 2 * num_kv_heads, head_dim]` and gives the attention of q `[N, num_heads, head_dim]` over it,
@@ -109,7 +109,7 @@ def build_network(
     return TorchNetwork(
         config=config,
         device=device,
-        weights=_FORMS[dtype],
+        weights=FORMS[dtype],
         embedding=embedding,
         rotary=RotaryEmbedding.build(
             config.rope_theta, config.head_dim, config.rope_divisors, config.max_model_len, device

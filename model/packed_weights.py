@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvrelay.checkpoint import Checkpoint
-from kvrelay.kernels.grouped_weights import joined, to_int4, to_int8
+from kvrelay.kernels.grouped_weights import GroupedWeights, joined, to_int4, to_int8
 from kvrelay.kernels.linear_packing import Form, PackedWeights, pack_floats, pack_grouped, packed_shape
 from kvrelay.model.config import ModelConfig
 from kvrelay.model.tensors import (
@@ -25,6 +25,8 @@ from kvrelay.model.tensors import (
 )
 from kvrelay.model.weight_cache import TensorSpec, cached_weights
 from kvrelay.model.weights import conversion_progress, open_reader
+
+_CPU = torch.device("cpu")
 
 
 class Quantization(StrEnum):
@@ -60,7 +62,7 @@ def read_packed_weights(
     reader, shapes = open_reader(checkpoint, config), expected_shapes(config)
     check_tensors(reader, shapes)
     parts_of = packing(config)
-    planner = _Planner(reader, shapes, config, quantization, Form.BF16 if dtype is torch.bfloat16 else Form.FP32)
+    planner = WeightPlanner(reader, shapes, config, quantization, Form.BF16 if dtype is torch.bfloat16 else Form.FP32)
     forms = {name: planner.form(name, parts) for name, parts in parts_of.items()}
     with conversion_progress(checkpoint, len(parts_of), "for the CPU kernels") as advance:
         specs = {name: planner.spec(name, parts, forms[name], advance) for name, parts in parts_of.items()}
@@ -75,7 +77,7 @@ def read_packed_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class WeightPlanner:
     """What becomes of each tensor. `floats` is the form of matrices that are not quantised."""
 
     reader: TensorReader
@@ -108,7 +110,7 @@ class _Planner:
         """The tensor in the cache file."""
         if form is None:
             shape, dtype = self._plain(parts)
-            return TensorSpec(name, shape, dtype, lambda: _counted(advance, lambda: self._floats(parts)))
+            return TensorSpec(name, shape, dtype, lambda: _counted(advance, lambda: self.joined_floats(parts)))
         packed = packed_shape(form, *_matrix_shape(self.shapes, parts))
         return TensorSpec(
             f"{name}.{form}", packed, torch.uint8, lambda: _counted(advance, lambda: self._packed(parts, form).tiles)
@@ -119,15 +121,20 @@ class _Planner:
         is_matrix = len(shape) == 2 and self.floats is Form.BF16
         return (sum(self.shapes[part][0] for part in parts), *shape[1:]), torch.bfloat16 if is_matrix else torch.float32
 
-    def _floats(self, parts: tuple[str, ...]) -> torch.Tensor:
+    def joined_floats(self, parts: tuple[str, ...]) -> torch.Tensor:
+        """A tensor that is not quantised."""
         return torch.cat([self.reader.read(part) for part in parts])
 
     def _packed(self, parts: tuple[str, ...], form: Form) -> PackedWeights:
         if form in (Form.BF16, Form.FP32):
-            return pack_floats(self._floats(parts), form)
+            return pack_floats(self.joined_floats(parts), form)
+        return pack_grouped(self.grouped(parts, form))
+
+    def grouped(self, parts: tuple[str, ...], form: Form, device: torch.device = _CPU) -> GroupedWeights:
+        """A matrix in INT4 or INT8, as it is stored or quantised on a device."""
         if all(self.reader.form(part) is form for part in parts):
-            return pack_grouped(joined([self.reader.grouped(part) for part in parts]))
-        return pack_grouped((to_int4 if form is Form.INT4 else to_int8)(self._floats(parts)))
+            return joined([self.reader.grouped(part) for part in parts])
+        return (to_int4 if form is Form.INT4 else to_int8)(self.joined_floats(parts).to(device))
 
 
 def _counted(advance: Callable[[], None], make: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from kvrelay.model.load import load
 from kvrelay.model.packed_weights import Quantization
 from kvrelay.model.runner import ModelRunner
 from kvrelay.process import ServedModel
+from kvrelay.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
         kv_memory_bytes=settings.kv_memory,
         workers_on_machine=settings.workers_on_machine,
         max_model_len=settings.max_model_len,
+        max_decode_rows=0 if settings.role is Role.PREFILL else settings.max_num_seqs,
     )
     layout, num_blocks = runner.kv_cache.layout, runner.kv_cache.num_blocks
     log.info(

@@ -95,6 +95,9 @@ def spans_of(batch: Batch, layout: KVLayout, num_blocks: int) -> list[Span]:
     for item in batch.scheduled:
         spans.append(_span(item, row, layout, num_blocks))
         row += item.num_tokens
+    blocks = np.concatenate([span.blocks for span in spans])  # looked at together, which takes a fraction of the time
+    if blocks.min() < 0 or blocks.max() >= num_blocks:
+        raise next(_does_not_fit(item, layout, num_blocks) for item in batch.scheduled if _is_beyond(item, num_blocks))
     return spans
 
 
@@ -108,12 +111,28 @@ def _span(item: ScheduledSequence, row: int, layout: KVLayout, num_blocks: int) 
         )
     needed = layout.num_blocks(stop)
     blocks = np.asarray(sequence.block_table[:needed], np.int64)
-    if len(blocks) < needed or blocks.min() < 0 or blocks.max() >= num_blocks:
-        raise InternalError(
-            f"Request {sequence.key.request_id}: {stop} tokens need {needed} of the {num_blocks} blocks, "
-            f"but its table is {sequence.block_table}."
-        )
+    if len(blocks) < needed:
+        raise _does_not_fit(item, layout, num_blocks)
     return Span(row, start, stop, sequence.token_ids[start:stop], blocks, item.samples)
+
+
+def _is_beyond(item: ScheduledSequence, num_blocks: int) -> bool:
+    return any(not 0 <= block_id < num_blocks for block_id in item.sequence.block_table)
+
+
+def _does_not_fit(item: ScheduledSequence, layout: KVLayout, num_blocks: int) -> InternalError:
+    sequence, stop = item.sequence, item.sequence.num_computed_tokens + item.num_tokens
+    return InternalError(
+        f"Request {sequence.key.request_id}: {stop} tokens need {layout.num_blocks(stop)} of the {num_blocks} blocks, "
+        f"but its table is {sequence.block_table}."
+    )
+
+
+def slots_of(span: Span, block_size: int) -> np.ndarray:
+    """Where the KV of a span's positions lies, int64: slot `block_id * block_size + offset` for each."""
+    positions = np.arange(span.start, span.stop)
+    slots: np.ndarray = span.blocks[positions // block_size] * block_size + positions % block_size
+    return slots
 
 
 def _cache_rows(blocks: np.ndarray, offsets: np.ndarray, layout: KVLayout) -> np.ndarray:

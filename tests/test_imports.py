@@ -31,12 +31,17 @@ EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "bench.kernels": ("kernels",),
     "bench.gpu_kernels": ("kernels",),
     "bench.gpu_step": ("kernels",),
+    "bench.gpu_engine": ("model",),
+    "bench.gpu_serving": ("model",),
 }
 # The command line starts processes: it imports their entry points, inside the command that runs them.
 ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker", "bench.verify")
 TORCH_FREE = ("gateway", "planner", "bench", "transfer.protocol", "prefill.scheduler", "decode.scheduler")
 # Measure what is torch's, or is compared with it.
-NEED_TORCH = ("bench.kernels", "bench.gpu_kernels", "bench.gpu_step", "bench.versus_transformers")
+NEED_TORCH = (
+    "bench.kernels", "bench.gpu_kernels", "bench.gpu_step", "bench.gpu_engine", "bench.gpu_model", "bench.gpu_serving",
+    "bench.versus_transformers",
+)  # fmt: skip
 BANNED_NAMES = {"utils", "util", "common", "core", "base", "helper", "helpers", "manager", "managers"}
 
 

@@ -150,9 +150,11 @@ class WorkerOptions(ProcessSettings):
     dtype: Dtype = Field("auto", description="Precision of the model.")
     quantization: Quantization = Field(
         "none",
-        description="How the CPU keeps weights; auto keeps those of a quantised file as they are, which is faster.",
+        description="How weights are kept; auto keeps those of a quantised file as they are, which is faster.",
     )
-    kernels: Literal["auto", "torch"] = Field("auto", description="What a CPU computes with; auto: native code.")
+    kernels: Literal["auto", "triton", "torch"] = Field(
+        "auto", description="What the model computes with; auto: native code on a CPU, Triton on a GPU."
+    )
     native_dir: Folder | None = Field(None, description="Where native code is kept, if not in the cache folder.")
     kv_memory: Bytes | None = Field(None, description="Memory for KV, such as 2G; a fair share if not given.")
     block_size: int = Field(16, ge=8, le=64, description="Tokens in a KV block.")

@@ -47,30 +47,46 @@ class Report:
 def recorded(module: str, target: str, launch: Callable[[ModuleType], None]) -> Iterator[tuple[Any, Any, Any]]:
     """The kernels, arguments and options that `launch` uses on such a GPU."""
     loaded = load_kernels(module, interpreted=False)
-    names = [name for name, value in vars(loaded).items() if name.endswith("_kernel") and hasattr(value, "arg_names")]
-    spies = {name: Launches(getattr(loaded, name)) for name in names}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.version, "hip", "6.4" if TARGETS[target][0] == "hip" else None)
-        if target == "sm_90":
-            patch.setattr(kvrelay.kernels.launch, "has_warpgroups", lambda device: True)
-            if hasattr(loaded, "has_warpgroups"):
-                patch.setattr(loaded, "has_warpgroups", lambda device: True)
-        for name, spy in spies.items():
-            patch.setattr(loaded, name, spy)
+        spies = spied(loaded, target, patch)
         launch(loaded)
-    for spy in spies.values():
+    for spy in spies:
         for args, options in spy.seen:
             yield spy.kernel, args, options
 
 
+def spied(loaded: ModuleType, target: str, patch: pytest.MonkeyPatch) -> list[Launches]:
+    """Stands in for the kernels of a module, which is told that it is on such a GPU."""
+    names = [name for name, value in vars(loaded).items() if name.endswith("_kernel") and hasattr(value, "arg_names")]
+    spies = {name: Launches(getattr(loaded, name)) for name in names}
+    patch.setattr(torch.version, "hip", "6.4" if TARGETS[target][0] == "hip" else None)
+    if target == "sm_90":
+        patch.setattr(kvrelay.kernels.launch, "has_warpgroups", lambda device: True)
+        if hasattr(loaded, "has_warpgroups"):
+            patch.setattr(loaded, "has_warpgroups", lambda device: True)
+    for name, spy in spies.items():
+        patch.setattr(loaded, name, spy)
+    return list(spies.values())
+
+
 def compiled(module: str, target: str, launch: Callable[[ModuleType], None], cache: Path) -> list[Report]:
     """Compiles what `launch` launches, down to machine code."""
-    return [
-        _compile(kernel, args, options, target, cache) for kernel, args, options in recorded(module, target, launch)
-    ]
+    return [compile_launch(*recording, target, cache) for recording in recorded(module, target, launch)]
 
 
-def _compile(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], target: str, cache: Path) -> Report:
+def different(spies: list[Launches]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Kernels, arguments and options of what was launched, one for each that Triton compiles anew."""
+    found = {}
+    for spy in spies:
+        for args, options in spy.seen:
+            special = [not parameter.do_not_specialize for parameter in spy.kernel.params]
+            seen = tuple((_type(each), own and _special(each)) for each, own in zip(args, special, strict=False))
+            found[spy.kernel.__name__, seen, tuple(options.items())] = (spy.kernel, args, options)
+    return list(found.values())
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any], target: str, cache: Path) -> Report:
+    """Compiles one launch, down to machine code."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -121,6 +137,10 @@ def _type(value: Any) -> str:
 def _short(dtype: torch.dtype) -> str:
     kind = "bf" if dtype == torch.bfloat16 else "fp" if dtype.is_floating_point else "i" if dtype.is_signed else "u"
     return f"{kind}{dtype.itemsize * 8}"
+
+
+def _special(value: Any) -> tuple[bool, bool]:
+    return _aligned(value), type(value) is int and value == 1
 
 
 def _aligned(value: Any) -> bool:

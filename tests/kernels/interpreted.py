@@ -1,6 +1,7 @@
 """Loads kernels of Triton without a GPU: interpreted on tensors of the CPU, or to compile them ahead of time."""
 
 import functools
+import importlib
 import importlib.util
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from kvrelay.model import load
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton, which is there for Linux")
 own = pytest.importorskip("triton.runtime.interpreter")
@@ -26,6 +29,29 @@ def load_kernels(name: str, *, interpreted: bool) -> ModuleType:
         triton.knobs.runtime.interpret = interpreted
         spec.loader.exec_module(module)
     return module
+
+
+MODULES = ("gumbel", "matmul", "norm_and_gate", "paged_attention", "rope")  # what a model computes with
+_TILE = {"rows": 32, "outputs": 128, "depth": 64, "near": 8}
+_SIZES: dict[str, dict[str, Any]] = {"matmul": {"_shape": lambda *_: _TILE}, "paged_attention": {"_SPLIT": 32}}
+
+
+def interpret_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """A model computes with Triton's kernels, interpreted, on the CPU.
+
+    Products have larger tiles than on a GPU, since each program takes the interpreter milliseconds, and attention
+    smaller splits, so that short contexts have several.
+    """
+    mend_interpreter(patch)
+    for name in MODULES:
+        module = importlib.import_module(f"kvrelay.kernels.{name}")
+        kernels = load_kernels(f"{name}_triton", interpreted=True)
+        patch.setattr(module, f"{name}_triton", kernels, raising=False)
+        patch.setattr(module, "takes_triton", lambda tensor: True)
+        for changed in _SIZES.get(name, {}).items():
+            patch.setattr(kernels, *changed)
+    patch.setattr(load, "HAS_TRITON", True)
+    patch.setattr(load, "IS_INTERPRETED", True)
 
 
 def mend_interpreter(patch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,27 @@
-"""KV on a real GPU: it leaves when it is computed, lands before it is read, and a model goes on from it elsewhere."""
+"""A model and its KV on a real GPU.
 
+Bits are each token's own. KV leaves when it is computed and lands before it is read, and a model goes on from it
+elsewhere.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvrelay.checkpoint import resolve
 from kvrelay.errors import WireError
+from kvrelay.model.graphed_network import GraphedNetwork
 from kvrelay.model.kv_cache import KVCache
 from kvrelay.model.load import load
 from kvrelay.model.runner import ModelRunner
+from kvrelay.model.triton_sampler import TritonSampler
 from kvrelay.types import Batch, ScheduledSequence, Sequence
 from tests.model.conftest import Driver, random_ids
 from tests.model.test_kv_cache import layout
+from tests.model.test_native_sameness import NUM_TOKENS, alone, same
 from tests.tiny_model import VOCAB, write_tiny_model
 
 pytestmark = [
@@ -106,6 +115,89 @@ def test_kv_that_left_layer_by_layer_goes_on_with_the_same_tokens(tmp_path: Path
         each.num_computed_tokens = 21
         each.token_ids.append(token)
     assert there.generate([moved], 20) == here.generate([sequence], 20)
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def drivers_of(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Driver]:
+    """Makes drivers of the tiny model in one precision."""
+    checkpoint = resolve(str(write_tiny_model(tmp_path / "model")), tmp_path / "cache")
+
+    def make(**options: Any) -> Driver:
+        given = {"dtype": request.param, "kv_memory_bytes": 32 << 20, "device": "cuda"} | options
+        return Driver(load(checkpoint, cache_dir=tmp_path / "cache", **given))
+
+    return make
+
+
+def test_logits_are_close_to_those_of_torch(drivers_of: Callable[..., Driver]) -> None:
+    ours, plain = drivers_of(max_decode_rows=4), drivers_of(kernels="torch", device="cpu", dtype="float32")
+    prompts = [random_ids(length, VOCAB, length) for length in (600, 1, 33)]
+    found = []
+    for driver in (ours, plain):
+        rows = [driver.sequence(prompt) for prompt in prompts]
+        logits = [driver.prefill(row, 300) for row in rows]
+        for row in rows:
+            row.token_ids[-1] = 7  # whatever was sampled
+        driver.step(*((row, 1) for row in rows))
+        found.append(torch.stack([*logits, *driver.logits]).cpu())
+    tolerance = 1e-3 if ours.runner.network.weights == "fp32" else 0.05
+    spread = float(found[1].max() - found[1].min())
+    assert (found[0] - found[1]).abs().max() < tolerance * spread
+
+
+def test_logits_have_the_same_bits_recorded_or_not_in_every_batch_chunk_and_block_size(
+    drivers_of: Callable[..., Driver],
+) -> None:
+    prompts = [random_ids(length, VOCAB, length) for length in (1, 15, 64, 511, 700)]
+    eager, graphed, others = drivers_of(), drivers_of(max_decode_rows=4), drivers_of(block_size=8, max_decode_rows=8)
+    assert isinstance(graphed.runner.network, GraphedNetwork)
+    expected = [alone(eager, prompt) for prompt in prompts]
+    for driver, chunk in ((eager, 64), (graphed, 1000), (graphed, 7), (others, 100)):
+        assert all(same(alone(driver, prompt, chunk), logits) for prompt, logits in zip(prompts, expected, strict=True))
+    for driver in (eager, graphed, others):
+        rows = [driver.sequence(prompt) for prompt in prompts]
+        driver.step(*((row, row.num_prompt_tokens) for row in rows))  # all prompts at once
+        together = [driver.logits.clone()]
+        for _ in range(NUM_TOKENS - 1):
+            driver.step(*((row, 1) for row in rows))
+            together.append(driver.logits.clone())
+        for row, logits in enumerate(expected):
+            assert same([step[row] for step in together], logits)
+
+
+def test_tokens_are_those_of_the_sampler_on_the_host(drivers_of: Callable[..., Driver]) -> None:
+    driver = drivers_of(max_decode_rows=4)
+    plain, found = driver.runner, []
+    for runner in (plain, ModelRunner(plain.network, plain.kv_cache, TritonSampler())):
+        rows = [driver.sequence(random_ids(9, VOCAB, seed), temperature=1.2, seed=seed) for seed in range(3)]
+        driver.runner = runner
+        driver.step(*((row, 9) for row in rows))
+        found.append(driver.generate(rows, 30))
+    assert found[0] == found[1]
+
+
+def test_a_step_is_queued_while_the_device_computes_what_was_queued_before(drivers_of: Callable[..., Driver]) -> None:
+    driver = drivers_of(max_decode_rows=4)
+    row = driver.sequence(random_ids(9, VOCAB, 1))
+    driver.prefill(row, 9)
+    for item in ((row, 1), (driver.sequence(random_ids(40, VOCAB, 2)), 40)):  # recorded, and not
+        batch = Batch((ScheduledSequence(*item),))
+        queue_step(driver.runner, batch)  # takes memory and loads what later ones find
+        torch.cuda.synchronize()
+        for _ in range(20):
+            keep_busy()
+        queue_step(driver.runner, batch)
+        assert not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
+
+
+def queue_step(runner: ModelRunner, batch: Batch) -> None:
+    """All that a step computes but its tokens."""
+    with torch.inference_mode():
+        forward = runner.network.begin(batch, runner.kv_cache)
+        for layer in range(runner.config.num_layers):
+            forward.compute(layer)
+        forward.logits()
 
 
 def send(runner: ModelRunner, target: KVCache, sequence: Sequence, block_ids: list[int]) -> int:
