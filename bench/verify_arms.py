@@ -82,6 +82,7 @@ def child_specs(
             **shared,
             **_options(arm, role, settings, layout),
             dtype=settings.dtype,
+            kv_cache_dtype=settings.kv_cache_dtype,
             quantization=settings.quantization,
             role=role,
             name=name,

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.kernels.native_library import NativeLibrary
+from kvrelay.kernels.quantized_kv import dequantize_kv, row_size
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the native sources number them
+KV_TYPES = {**TYPES, torch.int8: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +76,23 @@ class AttentionKernel:
         """Causal attention of query `[N, num_heads, head_dim]`, float32 or bfloat16, to the same shape in `dtype`.
 
         kv is one layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, float32 or bfloat16; with the latter
-        queries and weights are rounded to bfloat16 as well. `dtype` is float32 or bfloat16. Nothing behind a
-        sequence's last position is read.
+        queries and weights are rounded to bfloat16 as well. Or it is int8, its rows as `quantize_kv` gives them; then
+        queries and weights are rounded to bfloat16 where the processor multiplies that. `dtype` is float32 or bfloat16.
+        Nothing behind a sequence's last position is read.
 
         Raises ValueError if shapes or types are others.
         """
         check_attention(query, kv, rows, dtype)
         output = torch.empty(query.shape, dtype=dtype)
-        _, _, num_kv_heads, block_size, head_dim = kv.shape
+        num_kv_heads, block_size = kv.shape[2:4]
         self._attend(
             query.data_ptr(),
             kv.data_ptr(),
             output.data_ptr(),
-            *(TYPES[each] for each in (query.dtype, kv.dtype, dtype)),
+            *(KV_TYPES[each] for each in (query.dtype, kv.dtype, dtype)),
             query.shape[1],
             num_kv_heads,
-            head_dim,
+            query.shape[2],
             block_size,
             rows.row_offsets.data_ptr(),
             rows.starts.data_ptr(),
@@ -107,24 +110,23 @@ def attend_plain(query: torch.Tensor, kv: torch.Tensor, rows: PagedRows, dtype: 
     outputs = [torch.empty(0, *query.shape[1:], dtype=torch.float64)]
     for index, start in enumerate(rows.starts.tolist()):
         own = query[rows.row_offsets[index] : rows.row_offsets[index + 1]]
-        blocks = rows.block_ids[rows.table_offsets[index] : rows.table_offsets[index + 1]]
-        outputs.append(_attend_sequence(own, kv.index_select(0, blocks), start))
+        blocks = kv.index_select(0, rows.block_ids[rows.table_offsets[index] : rows.table_offsets[index + 1]])
+        outputs.append(_attend_sequence(own, dequantize_kv(blocks) if kv.dtype == torch.int8 else blocks, start))
     return torch.cat(outputs).to(dtype)
 
 
 def check_attention(query: torch.Tensor, kv: torch.Tensor, rows: PagedRows, dtype: torch.dtype) -> None:
     """Raises ValueError if these cannot be the queries, KV and rows of one call."""
-    tensors = (query, kv)
-    fits = query.dim() == 3 and kv.dim() == 5 and kv.shape[1] == 2 and kv.shape[4] == query.shape[2]
+    fits = query.dim() == 3 and kv.dim() == 5 and kv.shape[1] == 2 and kv.shape[4] == row_size(query.shape[2], kv.dtype)
     fits = fits and query.shape[1] % kv.shape[2] == 0 and query.shape[0] == rows.num_rows
     fits = fits and kv.shape[3] == rows.block_size and kv.shape[0] >= rows.num_blocks
-    fits = fits and all(one.is_contiguous() and one.device.type == "cpu" and one.dtype in TYPES for one in tensors)
-    if not (fits and dtype in TYPES):
+    fits = fits and all(one.is_contiguous() and one.device.type == "cpu" for one in (query, kv))
+    if not (fits and {query.dtype, dtype} <= TYPES.keys() and kv.dtype in KV_TYPES):
         raise ValueError(
             f"Queries of {_described(query)} cannot attend to KV of {_described(kv)} as {rows.num_rows} rows over "
             f"{rows.num_blocks} blocks of {rows.block_size} with a result of {dtype}; expected [N, num_heads, "
-            "head_dim] and [num_blocks, 2, num_kv_heads, block_size, head_dim], float32 or bfloat16, contiguous and on "
-            "the CPU."
+            "head_dim] and [num_blocks, 2, num_kv_heads, block_size, head_dim], float32 or bfloat16, KV also int8 with "
+            "4 bytes more for each head, contiguous and on the CPU."
         )
 
 

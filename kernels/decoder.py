@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.kernels.attention import TYPES, PagedRows
+from kvrelay.kernels.attention import KV_TYPES, PagedRows
 from kvrelay.kernels.linear import FORM_NUMBERS
 from kvrelay.kernels.linear_packing import PackedWeights
 from kvrelay.kernels.native_library import NativeLibrary
@@ -109,7 +109,8 @@ class DecoderLayers:
         """A step over `residual`, float32 `[N, hidden]`, which every layer adds to in its place.
 
         `read` and `written` are the same N rows. kv is the whole cache, `[num_layers, num_blocks, 2, num_kv_heads,
-        block_size, head_dim]`, bfloat16 or float32. Positions, slots and blocks must exist: they are not checked here.
+        block_size, head_dim]`, bfloat16 or float32, or int8 with rows as `quantize_kv` gives them. Positions, slots and
+        blocks must exist: they are not checked here.
         """
         step = _Step(
             residual.data_ptr(),
@@ -130,7 +131,7 @@ class DecoderLayers:
             self._heads.num_kv_heads,
             self._heads.head_dim,
             read.block_size,
-            TYPES[kv.dtype],
+            KV_TYPES[kv.dtype],
             self._num_threads,
             self._heads.eps,
         )

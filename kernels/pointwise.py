@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvrelay.kernels.attention import TYPES
+from kvrelay.kernels.attention import KV_TYPES, TYPES
 from kvrelay.kernels.native_library import NativeLibrary
+from kvrelay.kernels.quantized_kv import quantize_kv, row_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,14 @@ class PointwiseKernels:
 
         qkv is float32 `[N, (num_heads + 2 * num_kv_heads) * head_dim]`, kv one layer `[num_blocks, 2, num_kv_heads,
         block_size, head_dim]`, tables are cosines and signed sines, float32 `[num_positions, head_dim]`: see
-        `model.layers.RotaryEmbedding`. kv and `dtype` are float32 or bfloat16. Queries are `[N, num_heads, head_dim]`.
+        `model.layers.RotaryEmbedding`. kv and `dtype` are float32 or bfloat16; kv may be int8, and gets rows as
+        `quantize_kv` gives them. Queries are `[N, num_heads, head_dim]`.
         Begun blocks are filled with zeros first: what is sent of them is the same everywhere.
 
         Raises ValueError if shapes or types are others.
         """
         num_heads = check_heads(qkv, kv, rows, tables, norms, dtype)
-        _, _, num_kv_heads, block_size, head_dim = kv.shape
+        (num_kv_heads, block_size), head_dim = kv.shape[2:4], tables[0].shape[1]
         query = torch.empty(len(qkv), num_heads, head_dim, dtype=dtype)
         self._write_heads(
             qkv.data_ptr(),
@@ -93,7 +95,7 @@ class PointwiseKernels:
             None if norms is None else norms.key.data_ptr(),
             *(each.data_ptr() for each in (*tables, rows.positions, rows.slots, rows.begun, query, kv)),
             TYPES[dtype],
-            TYPES[kv.dtype],
+            KV_TYPES[kv.dtype],
             *(len(qkv), num_heads, num_kv_heads, head_dim, block_size, len(rows.begun)),
             0.0 if norms is None else norms.eps,
             self.num_threads,
@@ -143,7 +145,7 @@ def write_heads_plain(
 ) -> torch.Tensor:
     """The twin of `PointwiseKernels.write_heads` in plain torch."""
     num_heads = check_heads(qkv, kv, rows, tables, norms, dtype)
-    num_kv_heads, block_size, head_dim = kv.shape[2:]
+    (num_kv_heads, block_size), head_dim = kv.shape[2:4], tables[0].shape[1]
     query, key, value = torch.split(qkv.view(len(qkv), -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         query = F.rms_norm(query, (head_dim,), norms.query, norms.eps)
@@ -152,7 +154,9 @@ def write_heads_plain(
     query, key = (part * cos + part.roll(head_dim // 2, -1) * sin for part in (query, key))
     kv[rows.begun] = 0
     # Indexes on both sides of a slice put their dimension first: [N, 2, num_kv_heads, head_dim].
-    kv[rows.slots // block_size, :, :, rows.slots % block_size] = torch.stack((key, value), 1).to(kv.dtype)
+    new = torch.stack((key, value), 1)
+    new = quantize_kv(new) if kv.dtype == torch.int8 else new.to(kv.dtype)
+    kv[rows.slots // block_size, :, :, rows.slots % block_size] = new
     return query.to(dtype)
 
 
@@ -182,20 +186,28 @@ def check_heads(
     dtype: torch.dtype,
 ) -> int:
     """The number of query heads. Raises ValueError if these cannot be the arguments of one call."""
-    num_heads, rest = divmod(qkv.shape[-1], kv.shape[-1])
+    head_dim = tables[0].shape[-1]
+    num_heads, rest = divmod(qkv.shape[-1], head_dim)
     num_heads -= 2 * kv.shape[2] if kv.dim() == 5 else num_heads
-    table = (rows.num_positions, kv.shape[-1])
+    table = (rows.num_positions, head_dim)
     weights = () if norms is None else (norms.query, norms.key)
-    fits = qkv.dim() == 2 and len(qkv) == len(rows.slots) and rest == 0 and num_heads > 0 and kv.shape[-1] % 2 == 0
-    fits = fits and kv.shape[1] == 2 and kv.shape[3] == rows.block_size and kv.shape[0] >= rows.num_blocks
+    fits = qkv.dim() == 2 and len(qkv) == len(rows.slots) and rest == 0 and num_heads > 0 and head_dim % 2 == 0
+    fits = (
+        fits
+        and kv.shape[1] == 2
+        and kv.shape[4] == row_size(head_dim, kv.dtype)
+        and kv.shape[3] == rows.block_size
+        and kv.shape[0] >= rows.num_blocks
+    )
     fits = fits and all(each.shape == table for each in tables) and all(each.shape == table[1:] for each in weights)
-    fits = fits and all(map(_is_float32, (qkv, *tables, *weights))) and {kv.dtype, dtype} <= TYPES.keys()
+    fits = fits and all(map(_is_float32, (qkv, *tables, *weights))) and kv.dtype in KV_TYPES and dtype in TYPES
     if not (fits and kv.is_contiguous() and kv.is_cpu):
         raise ValueError(
             f"Rows of {_described(qkv)} cannot be written to KV of {_described(kv)} as {len(rows.slots)} slots in "
             f"{rows.num_blocks} blocks of {rows.block_size}; expected float32 [N, (num_heads + 2 * num_kv_heads) * "
-            "head_dim] and [num_blocks, 2, num_kv_heads, block_size, head_dim], an even head_dim, float32 tables "
-            "[num_positions, head_dim] and norms [head_dim], all contiguous and on the CPU."
+            "head_dim] and [num_blocks, 2, num_kv_heads, block_size, head_dim], int8 with 4 bytes more for each head, "
+            "an even head_dim, float32 tables [num_positions, head_dim] and norms [head_dim], all contiguous and on "
+            "the CPU."
         )
     return num_heads
 

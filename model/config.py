@@ -45,7 +45,7 @@ class ModelConfig:
             raise self._impossible(f"{len(self.rope_divisors)} rope frequencies do not fit head_dim {self.head_dim}")
 
     def kv_layout(self, block_size: int, dtype: str) -> KVLayout:
-        """The shape of this network's KV cache; `dtype` is bfloat16, float16 or float32."""
+        """The shape of this network's KV cache; `dtype` is bfloat16, float16, float32 or int8."""
         return KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,

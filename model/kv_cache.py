@@ -14,10 +14,13 @@ from kvrelay.model.streams import CudaStreams
 from kvrelay.types import KVLayout
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 class KVCache:
     """`tensor[layer]` is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys first, then values.
+
+    In int8 each head of a token has four bytes more, its scale: see `kernels.quantized_kv`.
 
     On the CPU `host` is the memory behind it, which other processes can map; on a GPU `staged` copies from and to it.
     The other one is None.
@@ -25,19 +28,23 @@ class KVCache:
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         """Raises ValueError if the layout's dtype is unknown or there is not one block."""
-        if layout.dtype not in DTYPES or num_blocks < 1:
-            raise ValueError(f"{num_blocks} blocks of {layout.dtype} were asked for; expected >= 1 of {list(DTYPES)}")
+        if layout.dtype not in _KV_DTYPES or num_blocks < 1:
+            raise ValueError(
+                f"{num_blocks} blocks of {layout.dtype} were asked for; expected >= 1 of {list(_KV_DTYPES)}"
+            )
         self.layout = layout
         self.num_blocks = num_blocks
         self.host: BlockMemory | None = None
         self.staged: StagedMemory | None = None
         self._memory: BlockMemory | StagedMemory
-        shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        dtype = _KV_DTYPES[layout.dtype]
+        row_size = layout.row_bytes // dtype.itemsize
+        shape = (layout.num_layers, num_blocks, 2, layout.num_kv_heads, layout.block_size, row_size)
         if device.type == "cpu":  # memory that takes none before it is touched
             self._memory = self.host = BlockMemory.create(Geometry(layout.num_layers, num_blocks, layout.block_bytes))
-            self.tensor = torch.frombuffer(self.host.buffer, dtype=DTYPES[layout.dtype]).view(shape)
+            self.tensor = torch.frombuffer(self.host.buffer, dtype=dtype).view(shape)
         else:
-            self.tensor = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
             content = self.tensor.view(torch.uint8).view(layout.num_layers, num_blocks, layout.block_bytes)
             self._memory = self.staged = StagedMemory(content, CudaStreams(device))
 

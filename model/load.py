@@ -37,6 +37,7 @@ def load(
     native_dir: Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
     quantization: Quantization = Quantization.NONE,
     kernels: str = "auto",
     block_size: int = 16,
@@ -48,7 +49,8 @@ def load(
     """Loads a model and allocates its KV cache (tokens per block: `block_size`).
 
     `kernels` is `auto` (Triton's on a GPU, the native ones on a CPU that can have them), `triton` or `torch`; native
-    ones are compiled into `native_dir`, or else the cache folder.
+    ones are compiled into `native_dir`, or else the cache folder. `kv_cache_dtype` is `auto`, the model's own, or
+    `int8`.
 
     `kv_memory_bytes` None takes a fair share of what is free among `workers_on_machine`; `max_model_len` None takes
     the model's own limit. On a GPU, decode steps of up to `max_decode_rows` sequences are recorded, and first steps
@@ -59,7 +61,7 @@ def load(
     torch_dtype = resolve_dtype(dtype, target)
     has_triton = takes_triton(kernels, target)
     config = _limited(read_config(checkpoint), max_model_len)
-    layout = config.kv_layout(block_size, str(torch_dtype).removeprefix("torch."))
+    layout = config.kv_layout(block_size, _kv_dtype(kv_cache_dtype, torch_dtype, target))
     if kv_memory_bytes is None:
         num_bytes = default_kv_memory(layout, config.max_model_len, workers_on_machine, target)
     else:
@@ -153,6 +155,18 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in DTYPES:
         raise StartError(f"The dtype {name!r} is not known; set --dtype to auto, {', '.join(DTYPES)}.")
     return DTYPES[name]
+
+
+def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """As in a KVLayout. Raises StartError for what this device cannot compute with."""
+    if name not in ("auto", "int8"):
+        raise StartError(f"The KV cache dtype {name!r} is not known; set --kv-cache-dtype to auto or int8.")
+    if name == "int8" and device.type != "cpu":
+        raise StartError(
+            f"A KV cache in int8 is for CPUs so far, and this worker computes on {device.type}; set --kv-cache-dtype "
+            "to auto, or --device to cpu."
+        )
+    return str(dtype).removeprefix("torch.") if name == "auto" else name
 
 
 def _cpu_flags() -> set[str]:

@@ -76,7 +76,7 @@ class TorchNetwork:
 
     def begin(self, batch: Batch, kv_cache: KVCache) -> "TorchPass":
         """See `forward.Network`."""
-        plan = plan_step(batch, kv_cache.layout, kv_cache.num_blocks, self.device)
+        plan = plan_step(batch, kv_cache.layout, kv_cache.num_blocks, self.device, self.embedding.dtype)
         return TorchPass(self, kv_cache, plan, self.rotary(plan.positions), self.embed(plan.token_ids))
 
 

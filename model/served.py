@@ -25,6 +25,7 @@ def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
         cache_dir=settings.cache_dir,
         device=settings.device,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
         quantization=Quantization(settings.quantization),
         kernels=settings.kernels,
         native_dir=settings.native_dir,
@@ -36,10 +37,11 @@ def load_served(settings: WorkerSettings) -> tuple[ModelRunner, ServedModel]:
     )
     layout, num_blocks = runner.kv_cache.layout, runner.kv_cache.num_blocks
     log.info(
-        "KV memory: %.1f GiB, %d blocks of %d tokens.",
+        "KV memory: %.1f GiB, %d blocks of %d tokens in %s.",
         num_blocks * layout.block_bytes * layout.num_layers / 2**30,
         num_blocks,
         layout.block_size,
+        layout.dtype,
     )
     served = ServedModel(
         name=checkpoint.name,

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from kvrelay.errors import InternalError
-from kvrelay.model.kv_cache import DTYPES
 from kvrelay.types import Batch, KVLayout, ScheduledSequence
 
 _SCRATCH_BYTES = 8 << 20  # of gathered KV at a time, so that attention finds it still in the CPU's cache
@@ -61,8 +60,8 @@ class Span:
     samples: bool
 
 
-def plan_step(batch: Batch, layout: KVLayout, num_blocks: int, device: torch.device) -> StepPlan:
-    """Works out the indexes of a batch that is not empty.
+def plan_step(batch: Batch, layout: KVLayout, num_blocks: int, device: torch.device, dtype: torch.dtype) -> StepPlan:
+    """Works out the indexes of a batch that is not empty; `dtype` is that of its queries.
 
     Raises InternalError if a sequence's tokens or blocks do not cover what is scheduled.
     """
@@ -75,8 +74,8 @@ def plan_step(batch: Batch, layout: KVLayout, num_blocks: int, device: torch.dev
         positions=_tensor(positions, device),
         written=_tensor(_cache_rows(blocks, positions % layout.block_size, layout), device),
         begun_blocks=_tensor(begun_blocks(spans, layout.block_size), device),
-        decode=tuple(_decode_group(group, layout, device) for group in _groups(decode, layout)),
-        prefill=tuple(_prefill_chunk(span, layout, device) for span in spans if span.stop - span.start > 1),
+        decode=tuple(_decode_group(group, layout, device, dtype) for group in _groups(decode, layout)),
+        prefill=tuple(_prefill_chunk(span, layout, device, dtype) for span in spans if span.stop - span.start > 1),
         sampled_rows=_tensor([span.row + span.stop - span.start - 1 for span in spans if span.samples], device),
     )
 
@@ -172,7 +171,7 @@ def _groups(spans: list[Span], layout: KVLayout) -> list[list[Span]]:
     return groups
 
 
-def _decode_group(spans: list[Span], layout: KVLayout, device: torch.device) -> DecodeGroup:
+def _decode_group(spans: list[Span], layout: KVLayout, device: torch.device, dtype: torch.dtype) -> DecodeGroup:
     num_blocks = layout.num_blocks(padded_positions(spans[0].stop))
     # Padding repeats the sequence's own first block: what is masked must be finite, and must not be another's.
     tables = np.stack([np.pad(span.blocks, (0, num_blocks - len(span.blocks)), mode="wrap") for span in spans])
@@ -181,21 +180,21 @@ def _decode_group(spans: list[Span], layout: KVLayout, device: torch.device) -> 
     return DecodeGroup(
         rows=_tensor([span.row for span in spans], device),
         strips=_tensor(_strips(tables, layout), device),
-        mask=_additive(mask[:, None, None], layout, device),
+        mask=_additive(mask[:, None, None], device, dtype),
     )
 
 
-def _prefill_chunk(span: Span, layout: KVLayout, device: torch.device) -> PrefillChunk:
+def _prefill_chunk(span: Span, layout: KVLayout, device: torch.device, dtype: torch.dtype) -> PrefillChunk:
     rows = slice(span.row, span.row + span.stop - span.start)
     strips = _tensor(_strips(span.blocks[None], layout), device)
     if span.start == 0:
         return PrefillChunk(rows, 0, strips, None)
     mask = np.arange(span.stop) <= np.arange(span.start, span.stop)[:, None]
-    return PrefillChunk(rows, span.start, strips, _additive(mask, layout, device))
+    return PrefillChunk(rows, span.start, strips, _additive(mask, device, dtype))
 
 
-def _additive(visible: np.ndarray, layout: KVLayout, device: torch.device) -> torch.Tensor:
-    mask = torch.zeros(visible.shape, dtype=DTYPES[layout.dtype])
+def _additive(visible: np.ndarray, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype)
     return mask.masked_fill_(torch.from_numpy(~visible), float("-inf")).to(device)
 
 

@@ -4,7 +4,9 @@
 // sequence.
 //
 // What is rounded where: with KV in bfloat16 queries and weights are rounded to bfloat16 too (the weights' sum is that
-// of the rounded ones); all else is float32.
+// of the rounded ones); all else is float32. Of KV in int8 the codes are multiplied, exact in any type; what they are
+// worth goes into the scores and into the weights. Where bfloat16 is multiplied two at a time, queries and these weights
+// are rounded to it.
 #include "attention.h"
 
 #include <algorithm>
@@ -40,35 +42,54 @@ float largest_of(const float* scores, int visible, int count) {
   return largest(most);
 }
 
+inline void multiply_by(const float* scales, int count, float* scores) {
+  for (int position = 0; position < count; position += kLanes)
+    store(scores + position, load(scores + position) * load(scales + position));
+}
+
 /// Weights of kLanes scores from `position` on, 0 for what the row does not see.
 inline Floats weights_of(const float* scores, float scale, float largest, int position, int visible) {
   const Floats power = exp2(fma(load(scores + position), splat(scale), splat(-largest)));
   return position + kLanes <= visible ? power : lanes_below(position, visible) ? power : Floats{};
 }
 
+/// Weights as the codes of values are multiplied by; none of what has no weight, whatever its codes are worth.
+inline Floats weights_of_codes(Floats weights, const float* scales) {
+  return weights == Floats{} ? weights : weights * load(scales);
+}
+
 /// Weights of a row's scores, as they are multiplied; their sum by lanes.
 template <class KV>
-Floats weigh(const float* scores, float scale, float largest, int visible, int count, float* weights) {
+Floats weigh(const float* scores, float scale, float largest, int visible, int count, const Scales<KV>& scales,
+             float* weights) {
   Floats total = {};
   for (int position = 0; position < count; position += kLanes) {
     Floats weight = weights_of(scores, scale, largest, position, visible);
-    if constexpr (!std::is_same_v<KV, float>) weight = round_to_bfloat16(weight);
-    store(weights + position, weight);
+    if constexpr (std::is_same_v<KV, BFloat16>) weight = round_to_bfloat16(weight);
     total += weight;
+    if constexpr (std::is_same_v<KV, int8_t>) weight = weights_of_codes(weight, scales.values + position);
+    store(weights + position, weight);
   }
   return total;
 }
 
 #if defined(__AVX512BF16__)
 template <class KV>
-Floats weigh(const float* scores, float scale, float largest, int visible, int count, BFloat16* weights) {
+Floats weigh(const float* scores, float scale, float largest, int visible, int count, const Scales<KV>& scales,
+             BFloat16* weights) {
   const BFloat16 ones[2] = {{0x3f80}, {0x3f80}};
   Floats total = {};
   for (int position = 0; position < count; position += 2 * kLanes) {
-    const Floats pairs = round_to_pairs(weights_of(scores, scale, largest, position, visible),
-                                        weights_of(scores, scale, largest, position + kLanes, visible));
+    Floats low = weights_of(scores, scale, largest, position, visible);
+    Floats high = weights_of(scores, scale, largest, position + kLanes, visible);
+    if constexpr (std::is_same_v<KV, int8_t>) {
+      total += low + high;
+      low = weights_of_codes(low, scales.values + position);
+      high = weights_of_codes(high, scales.values + position + kLanes);
+    }
+    const Floats pairs = round_to_pairs(low, high);
     std::memcpy(weights + position, &pairs, sizeof pairs);
-    total = Pairs::multiply_add(ones, pairs, total);
+    if constexpr (!std::is_same_v<KV, int8_t>) total = Pairs::multiply_add(ones, pairs, total);
   }
   return total;
 }
@@ -78,10 +99,11 @@ Floats weigh(const float* scores, float scale, float largest, int visible, int c
 /// largest score.
 template <class Unit, class KV>
 void weigh_rows(const Scratch<Unit>& scratch, float scale, int first, int num, const int* visible, int count,
-                float* factors) {
+                const Scales<KV>& scales, float* factors) {
   float* largest = scratch.largest + first;
   float before[kFactors] = {}, after[kFactors] = {};
   for (int row = 0; row < num; ++row) {
+    if constexpr (std::is_same_v<KV, int8_t>) multiply_by(scales.keys, count, scratch.scores + row * kTile);
     before[row] = largest[row];
     after[row] = std::max(before[row], largest_of(scratch.scores + row * kTile, visible[row], count) * scale);
     largest[row] = after[row];
@@ -90,7 +112,8 @@ void weigh_rows(const Scratch<Unit>& scratch, float scale, int first, int num, c
   for (int row = 0; row < num; ++row) {
     float* sums = scratch.sums + (first + row) * kLanes;
     const Floats total =
-        weigh<KV>(scratch.scores + row * kTile, scale, after[row], visible[row], count, scratch.weights + row * kTile);
+        weigh<KV>(scratch.scores + row * kTile, scale, after[row], visible[row], count, scales,
+                  scratch.weights + row * kTile);
     store(sums, fma(load(sums), splat(factors[row]), total));
   }
 }
@@ -106,7 +129,7 @@ class Attending {
         scratch(scratch),
         vectors_of_head(int(task.num_rows) * shape.group),
         num_vectors(vectors_of_head * task.num_heads),
-        strip(int64_t(call.block_size) * call.head_dim),
+        strip(int64_t(call.block_size) * row_size<KV>(call.head_dim)),
         scale(1.44269504f / std::sqrt(float(call.head_dim))) {}
 
   void run() {
@@ -144,7 +167,7 @@ class Attending {
   }
 
   void begin() {
-    constexpr bool rounded = !std::is_same_v<KV, float>;
+    constexpr bool rounded = std::is_same_v<KV, BFloat16>;
     for (int vector = 0; vector < num_vectors; ++vector) {
       auto* to = scratch.query + vector * shape.query_stride;
       if (call.query_type == Type::kFloat32)
@@ -164,11 +187,12 @@ class Attending {
     rows.num_lines = int(rounded_up(shape.head_dim * int64_t(sizeof(KV)), kLine) / kLine);
     const int64_t* table = call.block_ids + call.table_offsets[task.sequence] + start / call.block_size;
     int offset = int(start % call.block_size), position = 0;
+    const int size = row_size<KV>(shape.head_dim);
     const int count = int(std::min<int64_t>(task.stop() - start, kTile));
     while (position < count) {
       const KV* key = static_cast<const KV*>(call.kv) + *table++ * 2 * call.num_kv_heads * strip +
-                      task.first_head * strip + offset * shape.head_dim;
-      for (; offset < call.block_size && position < count; ++offset, key += shape.head_dim) rows.keys[position++] = key;
+                      task.first_head * strip + offset * size;
+      for (; offset < call.block_size && position < count; ++offset, key += size) rows.keys[position++] = key;
       offset = 0;
     }
     std::fill(rows.keys + count, rows.keys + kTile, rows.keys[count - 1]);
@@ -184,6 +208,7 @@ class Attending {
     const int count = int(rounded_up(std::min<int64_t>(task.stop() - start, kTile), kLanes * Unit::kWidth));
     pack_keys<Unit, Whole>(shape, rows, count, next, scratch.keys);
     const Unpacked<Unit, Whole, KV> values{shape, rows};
+    const Scales<KV> scales(rows, shape.head_dim, count);
     // Few queries do not pay for values that are laid out; those whose width does not fit want zeros behind them.
     const bool few = Whole && vectors_of_head <= kMaxRows;
     if (!few) pack_values(shape, values, count / Unit::kWidth, scratch.values);
@@ -204,7 +229,7 @@ class Attending {
       else
         score(kNothing);
       float factors[kFactors];
-      weigh_rows<Unit, KV>(scratch, scale, first, num, visible, count, factors);
+      weigh_rows<Unit, KV>(scratch, scale, first, num, visible, count, scales, factors);
       const int num_units = (visible[num - 1] + Unit::kWidth - 1) / Unit::kWidth;
       float* output = scratch.output + first * shape.columns;
       if (few)
@@ -266,10 +291,12 @@ void attend_with(const Attention& call, int num_threads) {
 void attend(const Attention& call, int num_threads) {
   if (call.kv_type == Type::kFloat32) return attend_with<Singles, float>(call, num_threads);
 #if defined(__AVX512BF16__)
-  return attend_with<Pairs, BFloat16>(call, num_threads);
+  using Unit = Pairs;
 #else
-  return attend_with<Singles, BFloat16>(call, num_threads);
+  using Unit = Singles;
 #endif
+  if (call.kv_type == Type::kBFloat16) return attend_with<Unit, BFloat16>(call, num_threads);
+  return attend_with<Unit, int8_t>(call, num_threads);
 }
 
 }  // namespace kvrelay

@@ -74,6 +74,24 @@ struct Rows {
   }
 };
 
+/// What a unit of the keys and values of a tile's positions is worth, where they are integers.
+template <class KV>
+struct Scales {
+  explicit Scales(const Rows<KV>&, int, int) {}
+};
+
+template <>
+struct Scales<int8_t> {
+  float keys[kTile], values[kTile];
+
+  explicit Scales(const Rows<int8_t>& rows, int head_dim, int count) {
+    for (int position = 0; position < count; ++position) {
+      std::memcpy(keys + position, rows.keys[position] + head_dim, sizeof(float));
+      std::memcpy(values + position, rows.values(position) + head_dim, sizeof(float));
+    }
+  }
+};
+
 /// kLanes units of a row of `num` elements from `first` on, zeros behind its end. `Whole` says that there is none.
 template <class Unit, bool Whole, class KV>
 inline KVRELAY_INLINE Floats load_units(const KV* row, int first, int num) {
@@ -87,6 +105,8 @@ inline KVRELAY_INLINE Floats load_units(const KV* row, int first, int num) {
   }
   if constexpr (Unit::kWidth == 1) {
     return load(row + first);
+  } else if constexpr (std::is_same_v<KV, int8_t>) {
+    return round_to_pairs(load(row + first), load(row + first + kLanes));  // codes are exact in bfloat16
   } else {
     Floats pairs;
     std::memcpy(&pairs, row + first, sizeof pairs);

@@ -44,7 +44,7 @@ struct Step {
   float eps;
 };
 
-// kv is the layer's cache, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+// kv is the layer's cache, [num_blocks, 2, num_kv_heads, block_size, row_size].
 void decoder_layer(const DecoderLayer& layer, const Step& step, void* kv);
 
 // What a step needs for any layer of this shape.

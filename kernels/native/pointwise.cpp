@@ -13,6 +13,7 @@ namespace {
 using namespace vectors;
 
 constexpr int kSums = 4;  // vectors that a sum of squares is spread over
+constexpr float kLeastCoded = 1e-30f;  // heads of less are zeros in int8, since 127 over it may be too large
 
 /// Calls `each(first, num)` for every vector of a row, the last one perhaps in part.
 template <class Each>
@@ -69,33 +70,56 @@ void copy(const float* x, Out* to, int64_t size) {
   over(size, [&](int64_t first, int num) { store_some(to + first, load_some(x + first, num), num); });
 }
 
+/// A head as codes from -127 to 127, and behind them what a unit of them is worth: the largest magnitude / 127, or not
+/// a number if one of the values is not finite.
+void copy(const float* x, int8_t* to, int64_t size) {
+  Floats magnitudes = {}, nothing = {};
+  over(size, [&](int64_t first, int num) {
+    const Floats value = load_some(x + first, num);
+    magnitudes = maximum(value < Floats{} ? -value : value, magnitudes);
+    nothing += value * Floats{};
+  });
+  const float most = largest(magnitudes), scale = most / 127.0f + sum(nothing);
+  const Floats inverse = splat(most > kLeastCoded ? 127.0f / most : 0.0f);
+  over(size, [&](int64_t first, int num) { store_some(to + first, load_some(x + first, num) * inverse, num); });
+  std::memcpy(to + size, &scale, sizeof scale);
+}
+
 template <class Query, class KV>
 void write_row(const HeadWrite& call, int64_t row, float* normed) {
-  const int64_t dim = call.head_dim, strip = call.block_size * dim;
+  const int64_t dim = call.head_dim, size = row_size<KV>(dim), strip = call.block_size * size;
   const int64_t block = call.slots[row] / call.block_size, offset = call.slots[row] % call.block_size;
   const float* from = call.qkv + row * (call.num_heads + 2 * call.num_kv_heads) * dim;
   const float *cos = call.cos + call.positions[row] * dim, *sin = call.sin + call.positions[row] * dim;
   Query* query = static_cast<Query*>(call.query) + row * call.num_heads * dim;
-  KV* key = static_cast<KV*>(call.kv) + block * 2 * call.num_kv_heads * strip + offset * dim;
+  KV* key = static_cast<KV*>(call.kv) + block * 2 * call.num_kv_heads * strip + offset * size;
   const auto rotated = [&](const float* weight, auto* to) {
     if (weight) norm_row(from, weight, call.eps, normed, dim);
     rotate(weight ? normed : from, cos, sin, to, dim);
     from += dim;
   };
   for (int64_t head = 0; head < call.num_heads; ++head) rotated(call.q_norm, query + head * dim);
-  for (int64_t head = 0; head < call.num_kv_heads; ++head) rotated(call.k_norm, key + head * strip);
+  for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+    if constexpr (std::is_same_v<KV, int8_t>) {
+      rotated(call.k_norm, normed + dim);
+      copy(normed + dim, key + head * strip, dim);
+    } else {
+      rotated(call.k_norm, key + head * strip);
+    }
+  }
   for (int64_t head = 0; head < call.num_kv_heads; ++head, from += dim)
     copy(from, key + (call.num_kv_heads + head) * strip, dim);
 }
 
 template <class Query, class KV>
 void write_with(const HeadWrite& call, int num_threads) {
-  const int64_t block_bytes = 2 * call.num_kv_heads * call.block_size * call.head_dim * int64_t(sizeof(KV));
+  const int64_t strips = 2 * call.num_kv_heads, row_bytes = row_size<KV>(call.head_dim) * int64_t(sizeof(KV));
+  const int64_t block_bytes = strips * call.block_size * row_bytes;
   for (int64_t index = 0; index < call.num_begun; ++index)
     std::memset(static_cast<char*>(call.kv) + call.begun[index] * block_bytes, 0, size_t(block_bytes));
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && call.num_rows > 1)
   {
-    std::vector<float> normed(size_t(call.head_dim));
+    std::vector<float> normed(2 * size_t(call.head_dim));
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < call.num_rows; ++row) write_row<Query, KV>(call, row, normed.data());
   }
@@ -105,8 +129,10 @@ template <class Query>
 void write_query(const HeadWrite& call, int num_threads) {
   if (call.kv_type == Type::kFloat32)
     write_with<Query, float>(call, num_threads);
-  else
+  else if (call.kv_type == Type::kBFloat16)
     write_with<Query, BFloat16>(call, num_threads);
+  else
+    write_with<Query, int8_t>(call, num_threads);
 }
 
 template <class Out>

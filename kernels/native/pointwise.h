@@ -19,7 +19,7 @@ struct HeadWrite {
   const int64_t* slots;      // [N]: block * block_size + offset
   const int64_t* begun;      // [num_begun] blocks that are filled with zeros before
   void* query;               // [N, num_heads, head_dim] of query_type
-  void* kv;                  // [num_blocks, 2, num_kv_heads, block_size, head_dim] of kv_type, keys first
+  void* kv;                  // [num_blocks, 2, num_kv_heads, block_size, row_size] of kv_type, keys first
   Type query_type, kv_type;
   int64_t num_rows, num_heads, num_kv_heads, head_dim, block_size, num_begun;
   float eps;

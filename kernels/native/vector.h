@@ -29,6 +29,7 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef double Doubles __attribute__((vector_size(kLanes * 4)));
 typedef uint64_t Longs __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+typedef int8_t Codes __attribute__((vector_size(kLanes)));
 
 constexpr int kLongLanes = kLanes / 2;  // of Doubles and Longs
 
@@ -51,6 +52,19 @@ inline Floats load(const BFloat16* from) {
   Shorts bits;
   std::memcpy(&bits, from, sizeof bits);
   return (Floats)(__builtin_convertvector(bits, Ints) << 16);
+}
+
+inline Floats load(const int8_t* from) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const Ints codes = (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__) && defined(__FMA__)
+  const Ints codes = (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  Codes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  const Ints codes = __builtin_convertvector(bytes, Ints);
+#endif
+  return __builtin_convertvector(codes, Floats);
 }
 
 /// The first `num` lanes, zeros behind them.
@@ -120,6 +134,17 @@ inline Floats round_to_bfloat16(Floats value) {
 inline void store(BFloat16* to, Floats value) {
   const Shorts bits = __builtin_convertvector((Ints)round_to_bfloat16(value) >> 16, Shorts);
   std::memcpy(to, &bits, sizeof bits);
+}
+
+/// Rounded to the nearest integer, ties to even; from -127 to 127. The sum has it in its lowest byte.
+inline void store(int8_t* to, Floats value) {
+  const Ints codes = (Ints)(value + splat(12582912.0f));
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)codes));
+#else
+  const Codes bytes = __builtin_convertvector(codes, Codes);
+  std::memcpy(to, &bytes, sizeof bytes);
+#endif
 }
 
 #if defined(__AVX512BF16__)

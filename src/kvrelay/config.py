@@ -86,6 +86,7 @@ Addresses = Annotated[
 Url = Annotated[str, Metavar("URL"), AfterValidator(_http_url)]
 LogFormat = Literal["full", "short"]
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
+KVCacheDtype = Literal["auto", "int8"]
 Quantization = Literal["auto", "none", "int8", "int4"]
 Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
@@ -148,6 +149,9 @@ class WorkerOptions(ProcessSettings):
     threads: PositiveInt | None = Field(None, description="Threads for compute; all usable cores if not given.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs.")
     dtype: Dtype = Field("auto", description="Precision of the model.")
+    kv_cache_dtype: KVCacheDtype = Field(
+        "auto", description="Precision of KV; auto: the model's. int8 takes about half of bfloat16's memory, on a CPU."
+    )
     quantization: Quantization = Field(
         "none",
         description="How weights are kept; auto keeps those of a quantised file as they are, which is faster.",
@@ -267,6 +271,7 @@ class VerifySettings(ClientSettings):
     )
     model: str = Field("smollm2-135m", description="With --local: folder, GGUF file or name of the model.")
     dtype: Dtype = Field("auto", description="With --local: precision of the model.")
+    kv_cache_dtype: KVCacheDtype = Field("auto", description="With --local: precision of KV.")
     quantization: Quantization = Field("none", description="With --local: how the CPU keeps weights.")
     cache_dir: Folder = Field(Path("~/.cache/kvrelay"), description="With --local: fetched models and weights.")
 

@@ -97,7 +97,7 @@ class WorkerProcess:
             signal.signal(number, lambda *_: control.stop())
         thread = threading.Thread(target=control.run, name="control", daemon=True)
         thread.start()
-        log.info("%s is up with %s in %s.", self.name, served.name, served.layout.dtype)
+        log.info("%s is up with %s in %s.", self.name, served.name, served.weights)
         try:
             loop()
         finally:

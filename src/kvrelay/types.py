@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Incarnation = Annotated[int, Field(ge=0, lt=2**64)]
 MAX_LOGPROBS = 20
+_SCALE_BYTES = 4  # of the float32 that a head in int8 has
 LOWEST_LOGPROB = -9999.0  # stands for all below it, -inf too, which JSON cannot say
 Logprob = Annotated[float, Field(ge=LOWEST_LOGPROB, le=0.0)]
 
@@ -170,7 +171,10 @@ class Batch:
 
 
 class KVLayout(BaseModel):
-    """The shape of a KV cache. Per layer it is `kv[num_blocks, 2, num_kv_heads, block_size, head_dim]`."""
+    """The shape of a KV cache. Per layer it is `kv[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+
+    In int8 each head of a token is followed by its scale, a float32.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -178,17 +182,19 @@ class KVLayout(BaseModel):
     num_kv_heads: int = Field(ge=1, lt=2**16)
     head_dim: int = Field(ge=1, lt=2**16)
     block_size: int = Field(ge=1, lt=2**16)
-    dtype: str  # bfloat16, float16 or float32
+    dtype: str  # bfloat16, float16, float32 or int8
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 if self.dtype == "float32" else 2
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token."""
+        if self.dtype == "int8":
+            return self.head_dim + _SCALE_BYTES
+        return self.head_dim * (4 if self.dtype == "float32" else 2)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer: one contiguous piece."""
-        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.itemsize
+        return 2 * self.num_kv_heads * self.block_size * self.row_bytes
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -197,7 +203,10 @@ class KVLayout(BaseModel):
     def why_not_from(self, sender: "KVLayout") -> str:
         """Why KV of the sender's layout cannot become KV of this one on arrival, as a sentence; empty if it can."""
         if sender.model_copy(update={"block_size": self.block_size}) != self:
-            return f"The sender's KV layout is {sender}, the receiver's {self}; start both with the same --dtype."
+            return (
+                f"The sender's KV layout is {sender}, the receiver's {self}; start both with the same --dtype and "
+                "--kv-cache-dtype."
+            )
         large, small = max(self.block_size, sender.block_size), min(self.block_size, sender.block_size)
         if large % small:
             return (

@@ -103,9 +103,8 @@ def _is_whole(frame: bytes, payload: bytes) -> bool:
 
 
 def _adds_up(header: PieceHeader) -> bool:
-    itemsize = 4 if header.dtype == "float32" else 2
-    values = 2 * header.num_layers * header.num_blocks * header.num_heads * header.block_size * header.head_dim
-    return 0 < values * itemsize == header.payload_bytes
+    num_rows = 2 * header.num_layers * header.num_blocks * header.num_heads * header.block_size
+    return 0 < num_rows * header.row_bytes == header.payload_bytes
 
 
 @BATCHES

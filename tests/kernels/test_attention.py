@@ -7,18 +7,23 @@ import torch
 
 from kvrelay.kernels.attention import AttentionKernel, PagedRows, attend_plain
 from kvrelay.kernels.native_library import NativeLibrary
+from kvrelay.kernels.quantized_kv import quantize_kv
 
 # num_heads, num_kv_heads, head_dim, block_size: the bundled model; odd everything; no sharing; a group wider than a
 # product's rows; a width that fills no whole vector; the widest.
 SHAPES = [(9, 3, 64, 16), (3, 1, 7, 5), (4, 4, 16, 8), (14, 2, 24, 32), (8, 8, 80, 64), (2, 1, 256, 16)]
 DTYPES = [torch.float32, torch.bfloat16]
+KV_DTYPES = [*DTYPES, torch.int8]
 # First position and the one after the last: alone at the beginning and around the edges of tiles, chunks that begin
 # and end anywhere, one that is cut into several tasks.
 SPANS = [(0, 1), (5, 6), (62, 63), (63, 64), (64, 65), (199, 200), (0, 70), (37, 131), (128, 192), (300, 303)]
 
 
 class Case:
-    """Random queries and KV of sequences whose blocks lie anywhere; all of the cache that is not theirs is NaN."""
+    """Random queries and KV of sequences whose blocks lie anywhere; all of the cache that is not theirs is NaN.
+
+    In int8 that is codes of 127 that are worth NaN.
+    """
 
     def __init__(
         self, spans: list[tuple[int, int]], shape: tuple[int, int, int, int], dtype: torch.dtype, block_size: int = 0
@@ -29,13 +34,17 @@ class Case:
         self.kv = []
         self.queries = []
         for _, stop in spans:
-            self.kv.append(torch.randn(2, num_kv_heads, stop, head_dim, generator=generator).to(dtype))
+            self.kv.append(in_cache(torch.randn(2, num_kv_heads, stop, head_dim, generator=generator), dtype))
             self.queries.append(torch.randn(stop, num_heads, head_dim, generator=generator))
         lengths = [-(-stop // self.block_size) for _, stop in spans]
         blocks = torch.randperm(sum(lengths) + 3, generator=generator).tolist()
         ends = list(itertools.accumulate(lengths, initial=0))
         self.tables = [blocks[first:last] for first, last in itertools.pairwise(ends)]
-        self.cache = torch.full((len(blocks), 2, num_kv_heads, self.block_size, head_dim), float("nan"), dtype=dtype)
+        self.cache = in_cache(
+            torch.full((len(blocks), 2, num_kv_heads, self.block_size, head_dim), float("nan")), dtype
+        )
+        if dtype == torch.int8:
+            self.cache[..., :head_dim] = 127
         for kv, table in zip(self.kv, self.tables, strict=True):
             for index, block in enumerate(table):
                 part = kv[:, :, index * self.block_size : (index + 1) * self.block_size]
@@ -58,33 +67,46 @@ class Case:
         return list(torch.split(result, [stop - start for start, stop in spans.values()]))
 
 
-def tolerance(kv: torch.dtype, result: torch.dtype) -> float:
+def in_cache(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As it lies in a cache of this type."""
+    return quantize_kv(kv) if dtype == torch.int8 else kv.to(dtype)
+
+
+def tolerance(kv: torch.dtype, multiplied: torch.dtype, result: torch.dtype) -> float:
     """Absolute, for values of about 1: what a weight's and the result's rounding do to a mean of values below 4.5.
 
     The kernel's float32 scores are off by some 1e-6, so a weight may be rounded to the other neighbour in bfloat16.
+    With KV in bfloat16 the sum is that of the rounded weights, so that half of it cancels out.
     """
-    return {torch.float32: 8e-6, torch.bfloat16: 4.5 * 2**-9}[kv] + {torch.float32: 0.0, torch.bfloat16: 4.5 * 2**-9}[
-        result
-    ]
+    narrow = 2**-9 if kv == torch.bfloat16 else 2**-8
+    of_weights = 8e-6 if multiplied == torch.float32 else 4.5 * narrow
+    return of_weights + (0.0 if result == torch.float32 else 4.5 * 2**-9)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def multiplied_as(native: NativeLibrary, kv: torch.dtype) -> torch.dtype:
+    """What queries and weights are rounded to."""
+    codes = torch.bfloat16 if "avx512_bf16" in native.level.cpu_flags else torch.float32
+    return codes if kv == torch.int8 else kv
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_that_of_the_twin(
     native: NativeLibrary, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     """And reads nothing behind a sequence's last position, where the cache is NaN."""
     case = Case(SPANS, shape, dtype)
-    spans = dict(enumerate(SPANS))
+    spans, multiplied = dict(enumerate(SPANS)), multiplied_as(native, dtype)
     for query_type, result_type in itertools.product(DTYPES, DTYPES):
         query, rows = case.query(spans, query_type), case.rows(spans)
         result = AttentionKernel(native, 1)(query, case.cache, rows, result_type)
-        expected = attend_plain(query, case.cache.nan_to_num(), rows, torch.float32)
+        # The twin rounds queries to the type of KV; what it gives of int8 is float32.
+        expected = attend_plain(query.to(multiplied).to(query_type), case.cache.nan_to_num(), rows, torch.float32)
         assert result.dtype == result_type
-        torch.testing.assert_close(result.float(), expected, rtol=0, atol=tolerance(dtype, result_type))
+        torch.testing.assert_close(result.float(), expected, rtol=0, atol=tolerance(dtype, multiplied, result_type))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_alone_and_among_others(
     native: NativeLibrary, shape: tuple[int, int, int, int], dtype: torch.dtype
@@ -104,7 +126,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
         assert torch.equal(alone[1][0], whole[1][min(position, 89)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_many_decoding_rows_have_the_bits_of_each_alone(native: NativeLibrary, dtype: torch.dtype) -> None:
     """Many rows share tasks over the heads."""
     spans = [(start, start + 1) for start in (0, 63, 64, 100, 255, 17, 31, 90, 128, 300, 1, 2)]
@@ -117,7 +139,7 @@ def test_many_decoding_rows_have_the_bits_of_each_alone(native: NativeLibrary, d
         assert torch.equal(alone, threaded[index])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_the_block_size_does_not_matter(native: NativeLibrary, dtype: torch.dtype) -> None:
     """Nor where blocks lie."""
     spans = [(0, 1), (0, 201), (77, 78)]
@@ -145,6 +167,20 @@ def test_what_is_not_a_number_stays_so(native: NativeLibrary) -> None:
     broken, sound = case.attend(native, {0: (79, 80), 1: (79, 80)})
     assert broken[0, 0, 5].isnan()
     assert sound.isfinite().all()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_codes_that_are_worth_not_a_number_break_the_rows_that_see_them(native: NativeLibrary, part: int) -> None:
+    """Of keys or of values; rows before it see nothing of it."""
+    case = Case([(0, 80)], SHAPES[0], torch.int8)
+    position = 70
+    case.cache[case.tables[0][position // 16], part, 0, position % 16, -4:] = quantize_kv(torch.tensor([torch.nan]))[
+        -4:
+    ]
+    (result,) = case.attend(native, {0: (0, 80)})
+    assert result[:position].isfinite().all()
+    assert result[position:, :3].isnan().all()
+    assert result[:, 3:].isfinite().all()
 
 
 def test_no_rows_are_no_result(native: NativeLibrary) -> None:
@@ -178,3 +214,12 @@ def test_other_tensors_are_refused(native: NativeLibrary, query: torch.Tensor) -
     case = Case([(0, 1)], SHAPES[0], torch.float32)
     with pytest.raises(ValueError, match="expected \\[N, num_heads"):
         AttentionKernel(native, 1)(query, case.cache, case.rows({0: (0, 1)}), torch.float32)
+
+
+def test_codes_without_what_they_are_worth_are_refused(native: NativeLibrary) -> None:
+    """Native code would read it behind them."""
+    case = Case([(0, 1)], SHAPES[0], torch.int8)
+    with pytest.raises(ValueError, match="expected \\[N, num_heads"):
+        AttentionKernel(native, 1)(
+            case.query({0: (0, 1)}), case.cache[..., :64].contiguous(), case.rows({0: (0, 1)}), torch.float32
+        )

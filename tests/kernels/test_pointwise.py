@@ -12,9 +12,11 @@ from kvrelay.kernels.pointwise import (
     silu_and_multiply_plain,
     write_heads_plain,
 )
+from kvrelay.kernels.quantized_kv import quantize_kv
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [1, 15, 16, 17, 64, 576, 1000]
+KV_DTYPES = [*DTYPES, torch.int8]
 HEADS = [(9, 3, 64, 16), (3, 1, 6, 5), (4, 4, 16, 8), (2, 1, 80, 64), (1, 1, 2, 1)]  # as in test_attention
 NUM_POSITIONS = 40
 
@@ -37,7 +39,8 @@ class Written:
     def __init__(self, heads: tuple[int, int, int, int], kv_type: torch.dtype, num_rows: int = 7) -> None:
         num_heads, num_kv_heads, head_dim, block_size = heads
         generator = torch.Generator().manual_seed(5)
-        self.kv = random(9, 2, num_kv_heads, block_size, head_dim).to(kv_type)
+        kv = random(9, 2, num_kv_heads, block_size, head_dim)
+        self.kv = quantize_kv(kv) if kv_type == torch.int8 else kv.to(kv_type)
         self.qkv = random(num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
         self.slots = torch.randperm(9 * block_size, generator=generator)[:num_rows]
         self.positions = torch.randint(0, NUM_POSITIONS, (num_rows,), generator=generator)
@@ -78,7 +81,45 @@ def test_heads_are_written_as_by_the_twin(
     assert torch.equal(case.kv[untouched], Written(heads, dtype).kv[untouched])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_are_quantised_as_by_the_twin(
+    native: NativeLibrary, heads: tuple[int, int, int, int], normed: bool
+) -> None:
+    """Values in the same bits. A key is rounded once before, so that one code in hundreds is the neighbour."""
+    case, twin = Written(heads, torch.int8), Written(heads, torch.int8)
+    norms = case.norms if normed else None
+    PointwiseKernels(native, 1).write_heads(case.qkv, case.kv, case.rows(), case.tables, norms, torch.float32)
+    write_heads_plain(twin.qkv, twin.kv, twin.rows(), twin.tables, norms, torch.float32)
+    assert torch.equal(case.kv[:, 1], twin.kv[:, 1])
+    keys, keys_of_twin = case.kv[:, 0], twin.kv[:, 0]
+    scales, scales_of_twin = (each[..., -4:].contiguous().view(torch.float32) for each in (keys, keys_of_twin))
+    torch.testing.assert_close(scales, scales_of_twin, rtol=2**-20, atol=0)
+    apart = (keys[..., :-4].int() - keys_of_twin[..., :-4].int()).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 0.01
+
+
+def test_heads_of_any_magnitude_are_quantised(native: NativeLibrary) -> None:
+    """Nothing, next to nothing, nearly too much, halves of a unit; and what is not finite is told by the scale."""
+    head_dim, heads = 8, (1, 1, 8, 16)
+    case = Written(heads, torch.int8)
+    values = torch.zeros(7, head_dim)
+    values[1, 0], values[2, 1] = 1e-38, 3e38
+    values[3] = torch.tensor([127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -127])
+    values[4, 3], values[5, 3], values[6, 7] = torch.nan, torch.inf, -torch.inf
+    case.qkv.view(7, 3, head_dim)[:, 2] = values
+    PointwiseKernels(native, 1).write_heads(case.qkv, case.kv, case.rows(), case.tables, None, torch.float32)
+    written = case.kv[case.slots // 16, 1, 0, case.slots % 16]
+    assert torch.equal(written[:4], quantize_kv(values[:4]))
+    codes, scales = written[:, :-4], written[:, -4:].contiguous().view(torch.float32)[:, 0]
+    assert codes[:2].eq(0).all()
+    assert codes[2].tolist() == [0, 127, 0, 0, 0, 0, 0, 0]
+    assert codes[3].tolist() == [127, 0, 2, 2, 0, -2, -2, -127]
+    assert scales.isnan().tolist() == [False] * 4 + [True] * 3
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 def test_written_rows_have_the_same_bits_one_by_one(
     native: NativeLibrary, heads: tuple[int, int, int, int], dtype: torch.dtype
@@ -168,6 +209,8 @@ def test_other_tensors_are_refused(native: NativeLibrary) -> None:
     for qkv in (case.qkv[:, :-1].contiguous(), case.qkv[:3], case.qkv.double()):
         with pytest.raises(ValueError, match="expected float32 \\[N, \\(num_heads"):
             kernels.write_heads(qkv, case.kv, case.rows(), case.tables, None, torch.float32)
+    with pytest.raises(ValueError, match="int8 with 4 bytes more"):
+        kernels.write_heads(case.qkv, case.kv.to(torch.int8), case.rows(), case.tables, None, torch.float32)
     with pytest.raises(ValueError, match="expected float32 \\[N, size\\]"):
         kernels.add_and_norm(torch.zeros(2, 4), torch.zeros(2, 3), torch.ones(4), 1e-5, torch.float32)
     with pytest.raises(ValueError, match="expected float32 \\[N, 2 \\* size\\]"):

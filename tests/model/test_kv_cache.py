@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvrelay.errors import MemoryShortage, WireError
+from kvrelay.kernels.quantized_kv import row_size
 from kvrelay.model import kv_memory
 from kvrelay.model.kv_cache import KVCache
 from kvrelay.model.kv_memory import asked_kv_memory, available_memory, default_kv_memory, num_kv_blocks
@@ -19,11 +20,12 @@ def layout(dtype: str = "bfloat16", heads: int = 3, block_size: int = 5, head_di
 
 def filled(shape: KVLayout, num_blocks: int, seed: int) -> KVCache:
     cache = KVCache(shape, num_blocks, CPU)
-    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=torch.Generator().manual_seed(seed)))
+    values = torch.randn(cache.tensor.shape, generator=torch.Generator().manual_seed(seed))
+    cache.tensor.copy_(values * 40 if shape.dtype == "int8" else values)
     return cache
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8"])
 @pytest.mark.parametrize(("heads", "block_size", "head_dim"), [(3, 5, 7), (1, 1, 1), (2, 16, 64)])
 @pytest.mark.parametrize("block_ids", [[4], [0, 1, 2], [5, 0, 3], []])
 def test_blocks_come_back_as_they_left(
@@ -90,8 +92,8 @@ def test_blocks_and_layers_that_do_not_exist_are_refused(layer: int, block_id: i
 
 
 def test_an_unknown_dtype_or_no_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="int8"):
-        KVCache(layout("int8"), 4, CPU)
+    with pytest.raises(ValueError, match="4 blocks of int4"):
+        KVCache(layout("int4"), 4, CPU)
     with pytest.raises(ValueError, match="0 blocks"):
         KVCache(layout(), 0, CPU)
 
@@ -105,6 +107,15 @@ def test_memory_is_counted_over_all_layers() -> None:
         num_kv_blocks(shape, 20, bytes_per_block * 4 - 1)
     with pytest.raises(MemoryShortage, match=r"of 2 MiB .* 1000000 tokens, which needs 320 MiB"):
         num_kv_blocks(shape, 1_000_000, 2 << 20)
+
+
+def test_int8_takes_a_byte_for_each_value_and_a_float_for_each_head() -> None:
+    """As `quantize_kv` lays them out."""
+    shape = layout("int8")
+    assert shape.block_bytes == 2 * 3 * 5 * (7 + 4)
+    assert KVCache(shape, 4, CPU).tensor.shape == (2, 4, 2, 3, 5, row_size(7, torch.int8))
+    wide = [layout(dtype, 8, 16, 128) for dtype in ("bfloat16", "int8")]
+    assert [num_kv_blocks(each, 16, 1 << 24) for each in wide] == [128, 248]
 
 
 def test_workers_share_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

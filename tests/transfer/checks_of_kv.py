@@ -62,13 +62,13 @@ CHECKS_OF_KV = [
     ),
     *cut(
         _check_size,
-        ("not unit or ", piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error),
+        ("not rows or ", piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error),
         (
-            "size % unit or ",
+            "size % rows or ",
             piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error,
         ),
         (
-            "not 0 < size // unit < 2**16",
+            "not 0 < size // rows < _MAX_ROW_BYTES",
             piece.test_a_payload_size_that_does_not_follow_from_the_layout_is_a_wire_error,
         ),
     ),

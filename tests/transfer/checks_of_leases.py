@@ -44,9 +44,9 @@ CHECKS_OF_LEASES = [
             "layout.num_kv_heads, ",
         ),
         (
-            "header.head_dim, ",
+            "header.row_bytes, ",
             receiver.test_a_piece_that_does_not_fit_its_lease_is_dropped_and_counted,
-            "layout.head_dim, ",
+            "layout.row_bytes, ",
         ),
         (
             "header.block_size, ",

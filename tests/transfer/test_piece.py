@@ -31,8 +31,7 @@ U64 = st.integers(0, 2**64 - 1)
 @st.composite
 def headers(draw: st.DrawFn) -> PieceHeader:
     dtype = draw(st.sampled_from(sorted(DTYPE_CODES)))
-    num_layers, num_blocks, num_heads, block_size, head_dim = (draw(st.integers(1, 64)) for _ in range(5))
-    itemsize = 4 if dtype == "float32" else 2
+    num_layers, num_blocks, num_heads, block_size, row_bytes = (draw(st.integers(1, 64)) for _ in range(5))
     return PieceHeader(
         lease_id=LeaseId(draw(U64), draw(U64)),
         sender=draw(U64),
@@ -43,7 +42,7 @@ def headers(draw: st.DrawFn) -> PieceHeader:
         num_heads=num_heads,
         block_size=block_size,
         dtype=dtype,
-        payload_bytes=num_layers * num_blocks * 2 * num_heads * block_size * head_dim * itemsize,
+        payload_bytes=num_layers * num_blocks * 2 * num_heads * block_size * row_bytes,
         num_layers=num_layers,
         digest=draw(U64),
         digest_kind=draw(st.sampled_from(DigestKind)),
@@ -62,10 +61,9 @@ def test_a_header_survives_the_wire(header: PieceHeader) -> None:
 
 
 @given(headers())
-def test_head_dim_follows_from_the_payload(header: PieceHeader) -> None:
-    itemsize = 4 if header.dtype == "float32" else 2
-    values = header.num_layers * header.num_blocks * 2 * header.num_heads * header.block_size * header.head_dim
-    assert values * itemsize == header.payload_bytes == header.num_layers * header.layer_bytes
+def test_the_size_of_a_row_follows_from_the_payload(header: PieceHeader) -> None:
+    num_rows = header.num_layers * header.num_blocks * 2 * header.num_heads * header.block_size
+    assert num_rows * header.row_bytes == header.payload_bytes == header.num_layers * header.layer_bytes
 
 
 @settings(max_examples=300)

@@ -224,10 +224,10 @@ class Lease:
 
 
 def _matches(header: PieceHeader, layout: KVLayout) -> bool:
-    return (header.head_start, header.num_heads, header.head_dim, header.block_size, header.dtype) == (
+    return (header.head_start, header.num_heads, header.row_bytes, header.block_size, header.dtype) == (
         0,
         layout.num_kv_heads,
-        layout.head_dim,
+        layout.row_bytes,
         layout.block_size,
         layout.dtype,
     )

@@ -1,7 +1,7 @@
 """The binary header in front of every piece of KV, and the digest that makes a flipped bit anywhere noticed.
 
 A piece is a run of adjacent blocks, the same ones in each of some adjacent layers: payload
-`[num_layers, num_blocks, 2, num_heads, block_size, head_dim]`. The header is little-endian without padding, the digest
+`[num_layers, num_blocks, 2, num_heads, block_size, row_bytes]`. The header is little-endian without padding, the digest
 last:
 
     magic 4s | version u8 | dtype u8 | digest kind u8 | lease incarnation u64 | lease counter u64 | sender u64
@@ -32,9 +32,9 @@ _SIZE = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _DIGEST.size
 
-DTYPE_CODES = {"bfloat16": 1, "float16": 2, "float32": 3}
+DTYPE_CODES = {"bfloat16": 1, "float16": 2, "float32": 3, "int8": 4}
 _DTYPES = {code: name for name, code in DTYPE_CODES.items()}
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MAX_ROW_BYTES = 4 * 2**16
 
 
 class DigestKind(IntEnum):
@@ -68,9 +68,9 @@ class PieceHeader(NamedTuple):
     digest_kind: DigestKind = DigestKind.CONTENT
 
     @property
-    def head_dim(self) -> int:
-        """Elements of one head; it follows from the size of the payload."""
-        return self.payload_bytes // self._bytes_per_element_of_head
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token; they follow from the size of the payload."""
+        return self.payload_bytes // self._num_rows
 
     @property
     def layers(self) -> range:
@@ -83,8 +83,8 @@ class PieceHeader(NamedTuple):
         return self.payload_bytes // self.num_layers
 
     @property
-    def _bytes_per_element_of_head(self) -> int:
-        return self.num_layers * self.num_blocks * 2 * self.num_heads * self.block_size * _ITEMSIZE[self.dtype]
+    def _num_rows(self) -> int:
+        return self.num_layers * self.num_blocks * 2 * self.num_heads * self.block_size
 
     @property
     def block_mask(self) -> int:
@@ -212,8 +212,8 @@ def payload_bytes(header: bytes) -> int:
 
 
 def _check_size(header: PieceHeader) -> None:
-    unit, size = header._bytes_per_element_of_head, header.payload_bytes
-    if not unit or size % unit or not 0 < size // unit < 2**16:
+    rows, size = header._num_rows, header.payload_bytes
+    if not rows or size % rows or not 0 < size // rows < _MAX_ROW_BYTES:
         raise WireError(
             f"A piece of {header.num_layers} layers, {header.num_blocks} blocks, {header.num_heads} heads and "
             f"{header.block_size} tokens of {header.dtype} cannot have a payload of {header.payload_bytes} bytes."
