@@ -61,7 +61,7 @@ def load(
     torch_dtype = resolve_dtype(dtype, target)
     has_triton = takes_triton(kernels, target)
     config = _limited(read_config(checkpoint), max_model_len)
-    layout = config.kv_layout(block_size, _kv_dtype(kv_cache_dtype, torch_dtype, target))
+    layout = config.kv_layout(block_size, resolve_kv_dtype(kv_cache_dtype, torch_dtype, target))
     if kv_memory_bytes is None:
         num_bytes = default_kv_memory(layout, config.max_model_len, workers_on_machine, target)
     else:
@@ -157,7 +157,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> str:
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> str:
     """As in a KVLayout. Raises StartError for what this device cannot compute with."""
     if name not in ("auto", "int8"):
         raise StartError(f"The KV cache dtype {name!r} is not known; set --kv-cache-dtype to auto or int8.")

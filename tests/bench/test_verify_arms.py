@@ -14,7 +14,9 @@ ADDRESSES = Addresses(http=1234, workers=1235)
 
 def told(arm: str, **options: Any) -> dict[str, dict[str, str]]:
     """What each process of an arm is told, by name, but its `KVRELAY_`."""
-    settings = VerifySettings(local=True, model="m", dtype="float32", quantization="none", **options)
+    settings = VerifySettings(
+        local=True, model="m", dtype="float32", quantization="none", kv_cache_dtype="int8", **options
+    )
     environ = {"PATH": "/bin", "KVRELAY_ARMS": "x"}
     specs = child_specs(ARMS[arm], settings, ADDRESSES, LAYOUT, environ)
     assert all(spec.environ["PATH"] == "/bin" and "KVRELAY_ARMS" not in spec.environ for spec in specs)
@@ -31,7 +33,7 @@ def test_the_plain_one_computes_prompts_whole() -> None:
         assert worker["GATEWAYS"] == processes["gateway"]["LISTEN"] == "tcp://127.0.0.1:1235"
         assert worker["MAX_BATCH_TOKENS"] == worker["MAX_MODEL_LEN"] == "500"
         assert (worker["MODEL"], worker["PREFIX_CACHE"]) == ("m", "True")
-        assert (worker["DTYPE"], worker["QUANTIZATION"]) == ("float32", "none")
+        assert (worker["DTYPE"], worker["QUANTIZATION"], worker["KV_CACHE_DTYPE"]) == ("float32", "none", "int8")
 
 
 @pytest.mark.parametrize("arm", [name for name in ARMS if name != PLAIN])

@@ -12,9 +12,14 @@ from tests.places import CACHE_DIR
 class Reference:
     """Generates on a runner of its own, each request once."""
 
-    def __init__(self, model: str, cache_dir: Path, dtype: str = "float32") -> None:
+    def __init__(self, model: str, cache_dir: Path, dtype: str = "float32", kv_cache_dtype: str = "auto") -> None:
         self._runner = load(
-            resolve(model, cache_dir), cache_dir=cache_dir, native_dir=CACHE_DIR, device="cpu", dtype=dtype
+            resolve(model, cache_dir),
+            cache_dir=cache_dir,
+            native_dir=CACHE_DIR,
+            device="cpu",
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
         )
         self._known: dict[tuple[tuple[int, ...], SamplingParams], list[SampledToken]] = {}
 

@@ -63,15 +63,23 @@ def test_clusters_started_here_are_the_same_and_what_they_are_named_for(tmp_path
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
-    [("auto", "auto"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4"), ("float32", "none")],
+    ("dtype", "quantization", "kv_cache_dtype"),
+    [
+        ("auto", "auto", "auto"),
+        ("bfloat16", "none", "auto"),
+        ("bfloat16", "int8", "auto"),
+        ("bfloat16", "int4", "auto"),
+        ("float32", "none", "auto"),
+        ("bfloat16", "none", "int8"),
+    ],
 )
 def test_the_bundled_model_is_the_same_everywhere_in_every_precision(
-    tmp_path: Path, cache_dir: Path, dtype: str, quantization: str
+    tmp_path: Path, cache_dir: Path, dtype: str, quantization: str, kv_cache_dtype: str
 ) -> None:
     """A thousand requests in each, to clusters of every form."""
-    precision = [f"--dtype={dtype}", f"--quantization={quantization}", f"--cache-dir={cache_dir}"]
-    code, record = verify(tmp_path, "--local", "--requests=91", *precision, timeout_s=1700)
+    precision = [f"--dtype={dtype}", f"--quantization={quantization}", f"--kv-cache-dtype={kv_cache_dtype}"]
+    options = ["--local", "--requests=91", f"--cache-dir={cache_dir}", *precision]
+    code, record = verify(tmp_path, *options, timeout_s=1700)
     assert (code, record["requests"], record["mismatches"]) == (0, 91 * len(record["arms"]), 0)
     assert record["requests"] >= 1000
     assert any(arm["preempted"] for arm in record["arms"])

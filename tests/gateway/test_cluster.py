@@ -64,6 +64,12 @@ def test_workers_with_different_kv_layouts_are_no_pair() -> None:
     assert why(mixed, 2) != ""
 
 
+def test_workers_with_kv_of_different_types_are_no_pair() -> None:
+    mixed = cluster(hello(1, Role.PREFILL), hello(2, Role.DECODE, kv=layout(dtype="int8")))
+    assert "tokens, float32, the receiver's" in mixed.why_not_ready
+    assert "tokens, int8; start both with the same --dtype and --kv-cache-dtype." in mixed.why_not_ready
+
+
 @pytest.mark.parametrize("block_size", [8, 32])
 def test_blocks_of_another_size_that_fits_are_converted_but_not_in_shared_memory(block_size: int) -> None:
     other = hello(2, Role.DECODE, kv=layout(block_size=block_size))

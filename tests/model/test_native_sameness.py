@@ -17,34 +17,38 @@ LENGTHS = (1, 2, 31, 64, 65, 90, 130)
 NUM_TOKENS = 5
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+@pytest.fixture(params=[("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")], ids="-".join)
+def dtypes(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Of the model and of its KV."""
+    names: tuple[str, str] = request.param
+    return names
 
 
 @pytest.fixture(params=Quantization)
-def driver_of(request: pytest.FixtureRequest, dtype: str, tmp_path: Path) -> "Drivers":
+def driver_of(request: pytest.FixtureRequest, dtypes: tuple[str, str], tmp_path: Path) -> "Drivers":
     write_gguf(tmp_path / "m.gguf", kind=GGMLQuantizationType.Q4_1)
-    return Drivers(tmp_path, dtype, request.param)
+    return Drivers(tmp_path, dtypes, request.param)
 
 
 class Drivers:
     """Makes drivers of one model in one precision."""
 
-    def __init__(self, folder: Path, dtype: str, quantization: Quantization) -> None:
-        self._folder, self._dtype, self._quantization = folder, dtype, quantization
+    def __init__(self, folder: Path, dtypes: tuple[str, str], quantization: Quantization) -> None:
+        self._folder, self._dtypes, self._quantization = folder, dtypes, quantization
 
     def __call__(self, block_size: int = 16) -> Driver:
         checkpoint = resolve(str(self._folder / "m.gguf"), self._folder / "cache")
-        options = {"dtype": self._dtype, "quantization": self._quantization, "kv_memory_bytes": 16 << 20}
+        dtype, kv_cache_dtype = self._dtypes
         runner = load(
             checkpoint,
             cache_dir=self._folder / "cache",
             native_dir=CACHE_DIR,
             device="cpu",
             block_size=block_size,
-            **options,  # type: ignore[arg-type]
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            quantization=self._quantization,
+            kv_memory_bytes=16 << 20,
         )
         return Driver(runner)
 

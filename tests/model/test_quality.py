@@ -1,4 +1,4 @@
-"""Quantised weights say nearly what the dequantised float32 network says, on texts that people wrote."""
+"""Quantised weights and KV say nearly what the dequantised float32 network says, on texts that people wrote."""
 
 from pathlib import Path
 
@@ -65,16 +65,18 @@ def exact(smollm2: Checkpoint, cache_dir: Path, texts: list[list[int]]) -> float
 
 
 @pytest.mark.parametrize(
-    ("quantization", "dtype"),
+    "options",
     [
-        (Quantization.AUTO, "float32"),
-        (Quantization.AUTO, "bfloat16"),
-        (Quantization.INT8, "bfloat16"),
-        (Quantization.NONE, "bfloat16"),
+        {"quantization": Quantization.AUTO, "dtype": "float32"},
+        {"quantization": Quantization.AUTO, "dtype": "bfloat16"},
+        {"quantization": Quantization.INT8, "dtype": "bfloat16"},
+        {"quantization": Quantization.NONE, "dtype": "bfloat16"},
+        {"quantization": Quantization.NONE, "dtype": "bfloat16", "kv_cache_dtype": "int8"},
     ],
+    ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_the_mean_logprob_stays(
-    quantization: Quantization, dtype: str, exact: float, smollm2: Checkpoint, cache_dir: Path, texts: list[list[int]]
+    options: dict[str, object], exact: float, smollm2: Checkpoint, cache_dir: Path, texts: list[list[int]]
 ) -> None:
-    found = mean_logprob(runner_of(smollm2, cache_dir, quantization=quantization, dtype=dtype), texts)
+    found = mean_logprob(runner_of(smollm2, cache_dir, **options), texts)
     assert abs(found / exact - 1) < MAX_DIFFERENCE, f"{found} instead of {exact}"

@@ -8,7 +8,7 @@ import torch
 
 from kvrelay.checkpoint import resolve
 from kvrelay.errors import InternalError, StartError
-from kvrelay.model.load import load, resolve_device, resolve_dtype
+from kvrelay.model.load import load, resolve_device, resolve_dtype, resolve_kv_dtype
 from kvrelay.model.logprobs import token_logprobs
 from kvrelay.model.runner import ModelRunner
 from kvrelay.model.step_plan import padded_positions
@@ -30,7 +30,9 @@ def runner(tmp_path: Path, kernels: str) -> ModelRunner:
     return small_runner(tmp_path, kernels=kernels)
 
 
-def small_runner(tmp_path: Path, block_size: int = 4, dtype: str = "float32", kernels: str = "auto") -> ModelRunner:
+def small_runner(
+    tmp_path: Path, block_size: int = 4, dtype: str = "float32", kernels: str = "auto", kv_cache_dtype: str = "auto"
+) -> ModelRunner:
     if not (tmp_path / "m.gguf").exists():
         write_gguf(tmp_path / "m.gguf")
     checkpoint = resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
@@ -38,6 +40,7 @@ def small_runner(tmp_path: Path, block_size: int = 4, dtype: str = "float32", ke
         "cache_dir": tmp_path / "cache",
         "device": "cpu",
         "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
         "native_dir": CACHE_DIR,
         "kernels": kernels,
     }
@@ -84,6 +87,32 @@ def test_garbage_in_unwritten_blocks_never_reaches_a_result(dtype: str, tmp_path
         driver.generate(sequences, 20)
     assert poisoned.logits.isfinite().all()
     assert torch.equal(poisoned.logits, clean.logits)
+
+
+def test_garbage_never_reaches_a_result_of_kv_in_int8(kernels: str, tmp_path: Path) -> None:
+    """Every bit set: codes that are worth not a number."""
+    clean, poisoned = (Driver(small_runner(tmp_path, kernels=kernels, kv_cache_dtype="int8")) for _ in range(2))
+    poisoned.runner.kv_cache.tensor.fill_(-1)
+    prompts = [random_ids(length, VOCAB, length) for length in (1, 6, 9, 130)]
+    for driver in (clean, poisoned):
+        sequences = [driver.sequence(prompt) for prompt in prompts]
+        for sequence in sequences:
+            driver.prefill(sequence, 5)
+        driver.generate(sequences, 20)
+    assert poisoned.logits.isfinite().all()
+    assert torch.equal(poisoned.logits, clean.logits)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.01), ("float16", 0.01), ("bfloat16", 0.03)])
+@pytest.mark.parametrize("chunk", [1, 30])
+def test_kv_in_int8_gives_nearly_what_kv_in_float32_gives(
+    chunk: int, dtype: str, most: float, kernels: str, tmp_path: Path
+) -> None:
+    exact = Driver(small_runner(tmp_path, dtype="float32", kernels=kernels))
+    coded = Driver(small_runner(tmp_path, dtype=dtype, kernels=kernels, kv_cache_dtype="int8"))
+    assert coded.runner.kv_cache.tensor.dtype == torch.int8
+    expected, found = (each.prefill(each.sequence(random_ids(130, VOCAB, 1)), chunk) for each in (exact, coded))
+    assert 0 < (found - expected).abs().max() < most * expected.std()
 
 
 def test_blocks_used_before_leave_no_trace(runner: ModelRunner) -> None:
@@ -200,6 +229,14 @@ def test_devices_and_types_are_checked() -> None:
         resolve_device("tpu")
     with pytest.raises(StartError, match="int4"):
         resolve_dtype("int4", cpu)
+    with pytest.raises(StartError, match="int8"):
+        resolve_dtype("int8", cpu)
+    assert resolve_kv_dtype("auto", torch.bfloat16, torch.device("cuda")) == "bfloat16"
+    assert resolve_kv_dtype("int8", torch.bfloat16, cpu) == "int8"
+    with pytest.raises(StartError, match=r"computes on cuda; set --kv-cache-dtype to auto, or --device to cpu"):
+        resolve_kv_dtype("int8", torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(StartError, match="int4"):
+        resolve_kv_dtype("int4", torch.bfloat16, cpu)
 
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:

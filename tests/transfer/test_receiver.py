@@ -159,6 +159,11 @@ def test_a_repeated_offer_waits_once(bench: Bench) -> None:
             RefusalReason.INCOMPATIBLE,
             "blocks of 2 tokens, bfloat16, the receiver's 2 layers, 1 KV heads of 2, blocks of 2 tokens, float16",
         ),
+        (
+            {"layout": LAYOUT.model_copy(update={"dtype": "int8"})},
+            RefusalReason.INCOMPATIBLE,
+            "tokens, float16; start both with the same --dtype and --kv-cache-dtype.",
+        ),
         ({"num_samples": 2}, RefusalReason.INCOMPATIBLE, "n > 1 is not supported yet"),
         ({"lease_s": LEASE_S + 1}, RefusalReason.INCOMPATIBLE, "give both the same --lease-s"),
         ({"num_tokens": 31}, RefusalReason.NEVER_FITS, "31 tokens, the context only 30"),
