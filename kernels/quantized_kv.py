@@ -7,7 +7,6 @@ is worth. A row depends on its head alone, so that it is the same whatever is wr
 import torch
 
 _SCALE_BYTES = 4
-_LEAST = 1e-30  # heads of less are zeros, since 127 over it may be too large
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
@@ -18,15 +17,14 @@ def row_size(head_dim: int, dtype: torch.dtype) -> int:
 def quantize_kv(x: torch.Tensor) -> torch.Tensor:
     """Rows int8 `[..., head_dim + 4]` of heads `[..., head_dim]` of any floating type.
 
-    Codes are from -127 to 127, ties to even; the scale is the largest magnitude / 127, and not a number if a value is
-    not finite.
+    Codes are from -127 to 127, ties to even; the scale is the largest magnitude / 127, which is not finite if a value
+    is not. Where that makes no codes, they are 0.
     """
     x = x.float()
     most = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most > _LEAST, 127 / most, 0)
-    codes = (x * inverse).nan_to_num().round().to(torch.int8)
-    scales = most / 127 + (x * 0).sum(-1, keepdim=True)
-    return torch.cat((codes, scales.view(torch.int8)), dim=-1)
+    inverse = torch.full_like(most, 127) / most  # 127 / most would multiply by the reciprocal, which rounds twice
+    codes = (x * inverse).nan_to_num(0, 0, 0).round().to(torch.int8)
+    return torch.cat((codes, (most / 127).view(torch.int8)), dim=-1)
 
 
 def dequantize_kv(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -4,9 +4,9 @@
 // sequence.
 //
 // What is rounded where: with KV in bfloat16 queries and weights are rounded to bfloat16 too (the weights' sum is that
-// of the rounded ones); all else is float32. Of KV in int8 the codes are multiplied, exact in any type; what they are
-// worth goes into the scores and into the weights. Where bfloat16 is multiplied two at a time, queries and these weights
-// are rounded to it.
+// of the rounded ones); all else is float32. Of KV in int8 the codes are multiplied; what they are worth goes into the
+// scores and into the weights. Where the processor multiplies integers (VNNI), queries are rounded to 127ths of the
+// largest value of their head, and the weights of a tile, times what their values are worth, to 32767ths of the largest.
 #include "attention.h"
 
 #include <algorithm>
@@ -42,6 +42,7 @@ float largest_of(const float* scores, int visible, int count) {
   return largest(most);
 }
 
+/// Sums of codes of keys become scores.
 inline void multiply_by(const float* scales, int count, float* scores) {
   for (int position = 0; position < count; position += kLanes)
     store(scores + position, load(scores + position) * load(scales + position));
@@ -75,23 +76,57 @@ Floats weigh(const float* scores, float scale, float largest, int visible, int c
 
 #if defined(__AVX512BF16__)
 template <class KV>
-Floats weigh(const float* scores, float scale, float largest, int visible, int count, const Scales<KV>& scales,
+Floats weigh(const float* scores, float scale, float largest, int visible, int count, const Scales<KV>&,
              BFloat16* weights) {
   const BFloat16 ones[2] = {{0x3f80}, {0x3f80}};
   Floats total = {};
   for (int position = 0; position < count; position += 2 * kLanes) {
-    Floats low = weights_of(scores, scale, largest, position, visible);
-    Floats high = weights_of(scores, scale, largest, position + kLanes, visible);
-    if constexpr (std::is_same_v<KV, int8_t>) {
-      total += low + high;
-      low = weights_of_codes(low, scales.values + position);
-      high = weights_of_codes(high, scales.values + position + kLanes);
-    }
-    const Floats pairs = round_to_pairs(low, high);
+    const Floats pairs = round_to_pairs(weights_of(scores, scale, largest, position, visible),
+                                        weights_of(scores, scale, largest, position + kLanes, visible));
     std::memcpy(weights + position, &pairs, sizeof pairs);
-    if constexpr (!std::is_same_v<KV, int8_t>) total = Pairs::multiply_add(ones, pairs, total);
+    total = Pairs::multiply_add(ones, pairs, total);
   }
   return total;
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+/// Sums of four by four codes become scores.
+inline void multiply_by(const float* scales, int32_t offset, float worth, int count, float* scores) {
+  for (int position = 0; position < count; position += kLanes) {
+    const Ints sums = (Ints)load(scores + position) + splat(offset);
+    store(scores + position, __builtin_convertvector(sums, Floats) * (splat(worth) * load(scales + position)));
+  }
+}
+
+/// As `weigh`, with weights of 16 bits; `worth` is what a unit of them is, not a number if a weight is not. Scores are
+/// overwritten.
+inline Floats weigh_codes(float* scores, float scale, float largest, int visible, int count,
+                          const Scales<int8_t>& scales, int16_t* weights, float* worth) {
+  Floats total = {};
+  Ints most = {};
+  for (int position = 0; position < count; position += kLanes) {
+    const Floats weight = weights_of(scores, scale, largest, position, visible);
+    const Floats of_codes = weights_of_codes(weight, scales.values + position);
+    total += weight;
+    most = magnitudes(of_codes) > most ? magnitudes(of_codes) : most;
+    store(scores + position, of_codes);
+  }
+  const float magnitude = largest_magnitude(most);
+  *worth = magnitude / 32767.0f;
+  const Floats inverse = splat(magnitude > 0 ? 32767.0f / magnitude : 0.0f);
+  for (int position = 0; position < count; position += kLanes) store(weights + position, load(scores + position) * inverse);
+  return total;
+}
+
+/// output = output * factor + products * worth, row by row; products are integers.
+inline void add_products(const float* products, int num, const float* factors, const float* worth, int columns,
+                         float* output) {
+  for (int row = 0; row < num; ++row)
+    for (int column = row * columns; column < (row + 1) * columns; column += kLanes) {
+      const Floats product = __builtin_convertvector((Ints)load(products + column), Floats);
+      store(output + column, fma(load(output + column), splat(factors[row]), product * splat(worth[row])));
+    }
 }
 #endif
 
@@ -99,21 +134,29 @@ Floats weigh(const float* scores, float scale, float largest, int visible, int c
 /// largest score.
 template <class Unit, class KV>
 void weigh_rows(const Scratch<Unit>& scratch, float scale, int first, int num, const int* visible, int count,
-                const Scales<KV>& scales, float* factors) {
+                const Scales<KV>& scales, float* factors, float* worth) {
   float* largest = scratch.largest + first;
   float before[kFactors] = {}, after[kFactors] = {};
   for (int row = 0; row < num; ++row) {
-    if constexpr (std::is_same_v<KV, int8_t>) multiply_by(scales.keys, count, scratch.scores + row * kTile);
+    float* scores = scratch.scores + row * kTile;
+    if constexpr (Unit::kWidth == 4)
+      multiply_by(scales.keys, scratch.offsets[first + row], scratch.worth[first + row], count, scores);
+    else if constexpr (std::is_same_v<KV, int8_t>)
+      multiply_by(scales.keys, count, scores);
     before[row] = largest[row];
-    after[row] = std::max(before[row], largest_of(scratch.scores + row * kTile, visible[row], count) * scale);
+    after[row] = std::max(before[row], largest_of(scores, visible[row], count) * scale);
     largest[row] = after[row];
   }
   for (int row = 0; row < num; row += kLanes) store(factors + row, exp2(load(before + row) - load(after + row)));
   for (int row = 0; row < num; ++row) {
     float* sums = scratch.sums + (first + row) * kLanes;
-    const Floats total =
-        weigh<KV>(scratch.scores + row * kTile, scale, after[row], visible[row], count, scales,
-                  scratch.weights + row * kTile);
+    float* scores = scratch.scores + row * kTile;
+    auto* weights = scratch.weights + row * kTile;
+    Floats total;
+    if constexpr (Unit::kWidth == 4)
+      total = weigh_codes(scores, scale, after[row], visible[row], count, scales, weights, worth + row);
+    else
+      total = weigh<KV>(scores, scale, after[row], visible[row], count, scales, weights);
     store(sums, fma(load(sums), splat(factors[row]), total));
   }
 }
@@ -121,6 +164,10 @@ void weigh_rows(const Scratch<Unit>& scratch, float scale, int first, int num, c
 /// One task from its queries to its outputs. Query vectors are ordered by KV head, then row, then query head.
 template <class Unit, bool Whole, class KV>
 class Attending {
+  using Weights = typename Unit::Weights;
+  static constexpr bool kIntegers = Unit::kWidth == 4;
+  static constexpr int kFetches = kIntegers ? 2 : 1;  // beside each unit of keys, which are half as many
+
  public:
   Attending(const Attention& call, const Task& task, const Shape<Unit>& shape, const Scratch<Unit>& scratch)
       : call(call),
@@ -170,7 +217,13 @@ class Attending {
     constexpr bool rounded = std::is_same_v<KV, BFloat16>;
     for (int vector = 0; vector < num_vectors; ++vector) {
       auto* to = scratch.query + vector * shape.query_stride;
-      if (call.query_type == Type::kFloat32)
+      if constexpr (Unit::kWidth == 4) {
+        const auto load = [&](const auto* query) {
+          return load_query(query + offset_of(vector), shape.head_dim, scratch.products, to, scratch.offsets + vector);
+        };
+        scratch.worth[vector] = call.query_type == Type::kFloat32 ? load(static_cast<const float*>(call.query))
+                                                                  : load(static_cast<const BFloat16*>(call.query));
+      } else if (call.query_type == Type::kFloat32)
         load_query(static_cast<const float*>(call.query) + offset_of(vector), shape.head_dim, rounded, to);
       else
         load_query(static_cast<const BFloat16*>(call.query) + offset_of(vector), shape.head_dim, rounded, to);
@@ -183,11 +236,11 @@ class Attending {
   /// Where the tile that begins at a position lies, under the task's first head.
   Rows<KV> find(int64_t start) const {
     Rows<KV> rows;
+    const int size = row_size<KV>(shape.head_dim);
     rows.to_values = call.num_kv_heads * strip;
-    rows.num_lines = int(rounded_up(shape.head_dim * int64_t(sizeof(KV)), kLine) / kLine);
+    rows.num_lines = int(rounded_up(size * int64_t(sizeof(KV)), kLine) / kLine);
     const int64_t* table = call.block_ids + call.table_offsets[task.sequence] + start / call.block_size;
     int offset = int(start % call.block_size), position = 0;
-    const int size = row_size<KV>(shape.head_dim);
     const int count = int(std::min<int64_t>(task.stop() - start, kTile));
     while (position < count) {
       const KV* key = static_cast<const KV*>(call.kv) + *table++ * 2 * call.num_kv_heads * strip +
@@ -205,13 +258,13 @@ class Attending {
   }
 
   void tile(int64_t start, int head, const Rows<KV>& rows, const Rows<KV>& next) const {
-    const int count = int(rounded_up(std::min<int64_t>(task.stop() - start, kTile), kLanes * Unit::kWidth));
+    const int count = int(rounded_up(std::min<int64_t>(task.stop() - start, kTile), kLanes * Weights::kWidth));
     pack_keys<Unit, Whole>(shape, rows, count, next, scratch.keys);
     const Unpacked<Unit, Whole, KV> values{shape, rows};
     const Scales<KV> scales(rows, shape.head_dim, count);
     // Few queries do not pay for values that are laid out; those whose width does not fit want zeros behind them.
     const bool few = Whole && vectors_of_head <= kMaxRows;
-    if (!few) pack_values(shape, values, count / Unit::kWidth, scratch.values);
+    if (!few) pack_values(shape, values, count / Weights::kWidth, scratch.values);
     const int unseen = int(std::max<int64_t>(start - task.first_position, 0));  // rows that end before this tile
     for (int within = unseen * shape.group; within < vectors_of_head; within += kMaxRows) {
       const int num = std::min(kMaxRows, vectors_of_head - within), first = head * vectors_of_head + within;
@@ -224,22 +277,27 @@ class Attending {
       };
       if (few)
         score([&](int unit) KVRELAY_INLINE {
-          if (unit < kTile / 2) next.fetch(kTile / 2 + unit);
+          for (int row = unit * kFetches; row < (unit + 1) * kFetches; ++row)
+            if (row < kTile / 2) next.fetch(kTile / 2 + row);
         });
       else
         score(kNothing);
-      float factors[kFactors];
-      weigh_rows<Unit, KV>(scratch, scale, first, num, visible, count, scales, factors);
-      const int num_units = (visible[num - 1] + Unit::kWidth - 1) / Unit::kWidth;
+      float factors[kFactors], worth[kMaxRows];
+      weigh_rows<Unit, KV>(scratch, scale, first, num, visible, count, scales, factors, worth);
+      const int num_units = (visible[num - 1] + Weights::kWidth - 1) / Weights::kWidth;
       float* output = scratch.output + first * shape.columns;
+      const float* kept = kIntegers ? nullptr : factors;
+      float* to = kIntegers ? scratch.products : output;
       if (few)
-        multiply<Unit>(num, scratch.weights, kTile, values, num_units, factors, output, shape.columns, shape.columns,
-                       [&](int unit) KVRELAY_INLINE {
-                         for (int row = 0; row < Unit::kWidth; ++row) next.fetch(kTile + unit * Unit::kWidth + row);
-                       });
+        multiply<Weights>(num, scratch.weights, kTile, values, num_units, kept, to, shape.columns, shape.columns,
+                          [&](int unit) KVRELAY_INLINE {
+                            for (int row = 0; row < Weights::kWidth; ++row)
+                              next.fetch(kTile + unit * Weights::kWidth + row);
+                          });
       else
-        multiply<Unit>(num, scratch.weights, kTile, Packed{scratch.values, shape.columns}, num_units, factors, output,
-                       shape.columns, shape.columns, kNothing);
+        multiply<Weights>(num, scratch.weights, kTile, Packed{scratch.values, shape.columns}, num_units, kept, to,
+                          shape.columns, shape.columns, kNothing);
+      if constexpr (kIntegers) add_products(scratch.products, num, factors, worth, shape.columns, output);
     }
   }
 
@@ -291,12 +349,15 @@ void attend_with(const Attention& call, int num_threads) {
 void attend(const Attention& call, int num_threads) {
   if (call.kv_type == Type::kFloat32) return attend_with<Singles, float>(call, num_threads);
 #if defined(__AVX512BF16__)
-  using Unit = Pairs;
+  if (call.kv_type == Type::kBFloat16) return attend_with<Pairs, BFloat16>(call, num_threads);
 #else
-  using Unit = Singles;
+  if (call.kv_type == Type::kBFloat16) return attend_with<Singles, BFloat16>(call, num_threads);
 #endif
-  if (call.kv_type == Type::kBFloat16) return attend_with<Unit, BFloat16>(call, num_threads);
-  return attend_with<Unit, int8_t>(call, num_threads);
+#if defined(__AVX512VNNI__)
+  return attend_with<Quads, int8_t>(call, num_threads);
+#else
+  return attend_with<Singles, int8_t>(call, num_threads);
+#endif
 }
 
 }  // namespace kvrelay

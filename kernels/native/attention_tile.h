@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "codes.h"
 #include "tile.h"
 
 namespace kvrelay::vectors {
@@ -13,6 +14,9 @@ namespace kvrelay::vectors {
 constexpr int kTile = 64;           // positions that are read, weighted and summed together, whatever the block size
 constexpr int kVectorsOfTask = 96;  // query vectors of a task, unless one row has more
 constexpr int kLine = 64;           // bytes of a cache line
+
+// Products of four by four take one side without a sign: keys, with 128 more than their codes.
+constexpr int32_t kSigns = int32_t(0x80808080);
 
 inline int64_t rounded_up(int64_t number, int64_t multiple) { return (number + multiple - 1) / multiple * multiple; }
 
@@ -34,24 +38,33 @@ struct Shape {
 template <class Unit>
 struct Scratch {
   using Element = typename Unit::Element;
+  using Weight = typename Unit::Weights::Element;
   std::unique_ptr<char[]> memory;
   float *keys, *values, *scores, *output, *sums, *largest;
-  Element *query, *weights;
+  float* products;  // [kMaxRows][columns], of weights and values, where they are integers
+  float* worth;     // [vectors], of the units of queries that are integers
+  int32_t* offsets;  // [vectors], what takes back the 128 of their keys
+  Element* query;
+  Weight* weights;
 
   explicit Scratch(const Shape<Unit>& shape) {
     const int64_t units = rounded_up(shape.num_units, kLanes), vectors = shape.max_vectors;
     const int64_t num_floats =
-        units * kTile + kTile * shape.columns + kMaxRows * kTile + vectors * (shape.columns + kLanes + 1);
-    const int64_t num_elements = vectors * shape.query_stride + kMaxRows * kTile;
-    memory.reset(new char[size_t(kLine + num_floats * 4 + num_elements * int64_t(sizeof(Element)))]);
+        units * kTile + (kTile + kMaxRows) * shape.columns + kMaxRows * kTile + vectors * (shape.columns + kLanes + 3);
+    const int64_t num_bytes = num_floats * 4 + kMaxRows * kTile * int64_t(sizeof(Weight)) +
+                              vectors * shape.query_stride * int64_t(sizeof(Element));
+    memory.reset(new char[size_t(kLine + num_bytes)]);
     keys = reinterpret_cast<float*>((uintptr_t(memory.get()) + kLine - 1) / kLine * kLine);
     values = keys + units * kTile;
     scores = values + kTile * shape.columns;
     output = scores + kMaxRows * kTile;
     sums = output + vectors * shape.columns;
     largest = sums + vectors * kLanes;
-    query = reinterpret_cast<Element*>(largest + vectors);
-    weights = query + vectors * shape.query_stride;
+    products = largest + vectors;
+    worth = products + kMaxRows * shape.columns;
+    offsets = reinterpret_cast<int32_t*>(worth + vectors);
+    weights = reinterpret_cast<Weight*>(offsets + vectors);
+    query = reinterpret_cast<Element*>(weights + kMaxRows * kTile);
   }
 };
 
@@ -105,12 +118,12 @@ inline KVRELAY_INLINE Floats load_units(const KV* row, int first, int num) {
   }
   if constexpr (Unit::kWidth == 1) {
     return load(row + first);
-  } else if constexpr (std::is_same_v<KV, int8_t>) {
-    return round_to_pairs(load(row + first), load(row + first + kLanes));  // codes are exact in bfloat16
+  } else if constexpr (std::is_same_v<KV, int8_t> && Unit::kWidth == 2) {
+    return load_words(row + first);
   } else {
-    Floats pairs;
-    std::memcpy(&pairs, row + first, sizeof pairs);
-    return pairs;
+    Floats units;
+    std::memcpy(&units, row + first, sizeof units);
+    return Unit::kWidth == 4 ? (Floats)((Ints)units ^ splat(kSigns)) : units;
   }
 }
 
@@ -139,17 +152,17 @@ struct Unpacked {
 
   template <int kVectors>
   inline KVRELAY_INLINE void load_columns(int unit, int column, Floats (&columns)[kVectors]) const {
-    if constexpr (Unit::kWidth == 1) {
+    if constexpr (Unit::Weights::kWidth == 1) {
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; ++vector)
-        columns[vector] = load_units<Unit, Whole>(rows.values(unit), column + vector * kLanes, shape.head_dim);
+        columns[vector] = load_units<typename Unit::Weights, Whole>(rows.values(unit), column + vector * kLanes, shape.head_dim);
     } else {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; vector += 2) {
         const int first = column + vector * kLanes;
-        const Floats even = load_units<Unit, Whole>(rows.values(2 * unit), first, shape.head_dim);
-        const Floats odd = load_units<Unit, Whole>(rows.values(2 * unit + 1), first, shape.head_dim);
+        const Floats even = load_units<typename Unit::Weights, Whole>(rows.values(2 * unit), first, shape.head_dim);
+        const Floats odd = load_units<typename Unit::Weights, Whole>(rows.values(2 * unit + 1), first, shape.head_dim);
         columns[vector] = interleave_low(even, odd);
         if (vector + 1 < kVectors) columns[vector + 1] = interleave_high(even, odd);
       }
@@ -177,6 +190,17 @@ void load_query(const From* from, int num, bool rounded, float* to) {
     narrow(widen(from[i]), &narrowed);
     to[i] = rounded ? widen(narrowed) : widen(from[i]);
   }
+}
+
+/// As codes, by way of `floats`; gives what a unit of them is worth.
+template <class From>
+float load_query(const From* from, int num, float* floats, int8_t* to, int32_t* offset) {
+  for (int i = 0; i < num; ++i) floats[i] = widen(from[i]);
+  const float worth = encode(floats, num, to);
+  *offset = 0;
+  for (int i = 0; i < num; ++i) *offset -= 128 * to[i];
+  std::memset(to + num, 0, size_t(rounded_up(num, 4) - num));
+  return worth;
 }
 
 template <class From>

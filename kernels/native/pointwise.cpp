@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "codes.h"
 #include "entry.h"
 #include "vector.h"
 
@@ -13,7 +14,6 @@ namespace {
 using namespace vectors;
 
 constexpr int kSums = 4;  // vectors that a sum of squares is spread over
-constexpr float kLeastCoded = 1e-30f;  // heads of less are zeros in int8, since 127 over it may be too large
 
 /// Calls `each(first, num)` for every vector of a row, the last one perhaps in part.
 template <class Each>
@@ -70,18 +70,9 @@ void copy(const float* x, Out* to, int64_t size) {
   over(size, [&](int64_t first, int num) { store_some(to + first, load_some(x + first, num), num); });
 }
 
-/// A head as codes from -127 to 127, and behind them what a unit of them is worth: the largest magnitude / 127, or not
-/// a number if one of the values is not finite.
+/// Codes, and behind them what a unit of them is worth.
 void copy(const float* x, int8_t* to, int64_t size) {
-  Floats magnitudes = {}, nothing = {};
-  over(size, [&](int64_t first, int num) {
-    const Floats value = load_some(x + first, num);
-    magnitudes = maximum(value < Floats{} ? -value : value, magnitudes);
-    nothing += value * Floats{};
-  });
-  const float most = largest(magnitudes), scale = most / 127.0f + sum(nothing);
-  const Floats inverse = splat(most > kLeastCoded ? 127.0f / most : 0.0f);
-  over(size, [&](int64_t first, int num) { store_some(to + first, load_some(x + first, num) * inverse, num); });
+  const float scale = encode(x, size, to);
   std::memcpy(to + size, &scale, sizeof scale);
 }
 

@@ -1,7 +1,8 @@
 // Products of small matrices out of the caches nearest to the core, and how the right one is laid out for them.
 //
-// Units are what a lane multiplies at a time: one float, or, where the processor can, two bfloat16 of which it adds
-// both products (`Pairs`). A lane adds up its products in order, whatever the number of rows and columns.
+// Units are what a lane multiplies at a time: one float, or, where the processor can, two bfloat16, two integers of 16
+// bits or four of 8, of which it adds all products. A lane adds up its products in order, whatever the number of rows and
+// columns. Sums of integers lie in the lanes of `Floats` as they are.
 #pragma once
 
 #include "vector.h"
@@ -10,6 +11,7 @@ namespace kvrelay::vectors {
 
 /// Float by float, fused.
 struct Singles {
+  using Weights = Singles;  // what weights and values are multiplied by where this multiplies queries and keys
   using Element = float;
   static constexpr int kWidth = 1;  // elements in a unit
   static Floats multiply_add(const float* a, Floats b, Floats sum) { return fma(splat(*a), b, sum); }
@@ -18,12 +20,38 @@ struct Singles {
 #if defined(__AVX512BF16__)
 /// Two bfloat16 at a time; sums are floats.
 struct Pairs {
+  using Weights = Pairs;
   using Element = BFloat16;
   static constexpr int kWidth = 2;
   static Floats multiply_add(const BFloat16* a, Floats b, Floats sum) {
     int32_t pair;
     std::memcpy(&pair, a, 4);
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
+  }
+};
+#endif
+
+#if defined(__AVX512VNNI__)
+/// Two by two integers of 16 bits.
+struct Words {
+  using Element = int16_t;
+  static constexpr int kWidth = 2;
+  static Floats multiply_add(const int16_t* a, Floats b, Floats sum) {
+    int32_t pair;
+    std::memcpy(&pair, a, 4);
+    return (Floats)_mm512_dpwssd_epi32((__m512i)sum, _mm512_set1_epi32(pair), (__m512i)b);
+  }
+};
+
+/// Four by four integers of 8 bits; those on the right have no sign.
+struct Quads {
+  using Weights = Words;
+  using Element = int8_t;
+  static constexpr int kWidth = 4;
+  static Floats multiply_add(const int8_t* a, Floats b, Floats sum) {
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    return (Floats)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)b, _mm512_set1_epi32(four));
   }
 };
 #endif

@@ -67,6 +67,13 @@ inline Floats load(const int8_t* from) {
   return __builtin_convertvector(codes, Floats);
 }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+/// Twice as many, as integers of 16 bits.
+inline Floats load_words(const int8_t* from) {
+  return (Floats)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+#endif
+
 /// The first `num` lanes, zeros behind them.
 template <class From>
 inline Floats load_part(const From* from, int num) {
@@ -136,6 +143,14 @@ inline void store(BFloat16* to, Floats value) {
   std::memcpy(to, &bits, sizeof bits);
 }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+/// Rounded to the nearest integer, ties to even; of at most 16 bits. The sum has it in its lower half.
+inline void store(int16_t* to, Floats value) {
+  const __m256i words = _mm512_cvtepi32_epi16((__m512i)(value + splat(12582912.0f)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
+}
+#endif
+
 /// Rounded to the nearest integer, ties to even; from -127 to 127. The sum has it in its lowest byte.
 inline void store(int8_t* to, Floats value) {
   const Ints codes = (Ints)(value + splat(12582912.0f));
@@ -150,8 +165,10 @@ inline void store(int8_t* to, Floats value) {
 #if defined(__AVX512BF16__)
 /// Both rounded to bfloat16, `low` into the lower half of the lanes, two in each.
 inline Floats round_to_pairs(Floats low, Floats high) { return (Floats)_mm512_cvtne2ps_pbh(high, low); }
+#endif
 
-/// Sixteen pairs of a bfloat16 of `even` and the one of `odd` in the same place, from the lower half of each.
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+/// Sixteen pairs of 16 bits of `even` and the one of `odd` in the same place, from the lower half of each.
 inline Floats interleave_low(Floats even, Floats odd) {
   const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);

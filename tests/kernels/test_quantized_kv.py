@@ -29,9 +29,9 @@ def test_halves_of_a_unit_go_to_even() -> None:
     assert dequantize_kv(rows).tolist() == [127, 0, 2, 2, 0, -2, -127]
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-38, -1e-32])
+@pytest.mark.parametrize("value", [0.0, 1e-38])
 def test_next_to_nothing_is_nothing(value: float) -> None:
-    """Its inverse would be too large."""
+    """Its inverse is not finite."""
     assert dequantize_kv(quantize_kv(torch.tensor([value, 0.0]))).tolist() == [0.0, 0.0]
 
 
