@@ -29,6 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "bench.transfer": ("transfer",),
     "bench.kernels": ("kernels",),
+    "bench.attention": ("kernels",),
     "bench.gpu_kernels": ("kernels",),
     "bench.gpu_step": ("kernels",),
     "bench.gpu_engine": ("model",),
@@ -39,8 +40,8 @@ ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker", "bench.veri
 TORCH_FREE = ("gateway", "planner", "bench", "transfer.protocol", "prefill.scheduler", "decode.scheduler")
 # Measure what is torch's, or is compared with it.
 NEED_TORCH = (
-    "bench.kernels", "bench.gpu_kernels", "bench.gpu_step", "bench.gpu_engine", "bench.gpu_model", "bench.gpu_serving",
-    "bench.versus_transformers",
+    "bench.kernels", "bench.attention", "bench.gpu_kernels", "bench.gpu_step", "bench.gpu_engine", "bench.gpu_model",
+    "bench.gpu_serving", "bench.versus_transformers",
 )  # fmt: skip
 BANNED_NAMES = {"utils", "util", "common", "core", "base", "helper", "helpers", "manager", "managers"}
 

@@ -110,16 +110,17 @@ def smollm2_runner(smollm2: Checkpoint, cache_dir: Path) -> ModelRunner:
 
 
 @pytest.fixture(params=["auto", "torch"])
-def load_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[Path], ModelRunner]:
+def load_folder(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., ModelRunner]:
     """Loads a small model with an own cache folder and few, small blocks, to compute with either kind of kernels."""
 
-    def load_small(path: Path) -> ModelRunner:
+    def load_small(path: Path, kv_cache_dtype: str = "auto") -> ModelRunner:
         checkpoint = resolve(str(path), tmp_path / "cache")
         return load(
             checkpoint,
             cache_dir=tmp_path / "cache",
             device="cpu",
             dtype="float32",
+            kv_cache_dtype=kv_cache_dtype,
             quantization=Quantization.NONE,
             native_dir=CACHE_DIR,
             kernels=request.param,

@@ -115,6 +115,15 @@ def test_kv_in_int8_gives_nearly_what_kv_in_float32_gives(
     assert 0 < (found - expected).abs().max() < most * expected.std()
 
 
+@pytest.mark.parametrize("chunk", [1, 30])
+def test_kv_in_int8_lies_where_it_belongs(chunk: int, tmp_path: Path, load_folder: Callable[..., ModelRunner]) -> None:
+    """With weights so large that it matters which token attends to which."""
+    model = write_tiny_model(tmp_path / "model")
+    exact, coded = (Driver(load_folder(model, kv_cache_dtype=name)) for name in ("auto", "int8"))
+    expected, found = (each.prefill(each.sequence(random_ids(130, 256, 1)), chunk) for each in (exact, coded))
+    assert (found - expected).abs().max() < expected.std()
+
+
 def test_blocks_used_before_leave_no_trace(runner: ModelRunner) -> None:
     first, second = Driver(runner), Driver(runner)
     expected = first.prefill(first.sequence(random_ids(50, VOCAB, 1)), 9)
