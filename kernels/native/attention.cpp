@@ -6,7 +6,8 @@
 // What is rounded where: with KV in bfloat16 queries and weights are rounded to bfloat16 too (the weights' sum is that
 // of the rounded ones); all else is float32. Of KV in int8 the codes are multiplied; what they are worth goes into the
 // scores and into the weights. Where the processor multiplies integers (VNNI), queries are rounded to 127ths of the
-// largest value of their head, and the weights of a tile, times what their values are worth, to 32767ths of the largest.
+// largest value of their head, and a row's weights of a tile, times what their values are worth, to 32767ths of the
+// largest of them.
 #include "attention.h"
 
 #include <algorithm>
@@ -115,7 +116,8 @@ inline Floats weigh_codes(float* scores, float scale, float largest, int visible
   const float magnitude = largest_magnitude(most);
   *worth = magnitude / 32767.0f;
   const Floats inverse = splat(magnitude > 0 ? 32767.0f / magnitude : 0.0f);
-  for (int position = 0; position < count; position += kLanes) store(weights + position, load(scores + position) * inverse);
+  for (int position = 0; position < count; position += kLanes)
+    store(weights + position, load(scores + position) * inverse);
   return total;
 }
 
@@ -217,12 +219,12 @@ class Attending {
     constexpr bool rounded = std::is_same_v<KV, BFloat16>;
     for (int vector = 0; vector < num_vectors; ++vector) {
       auto* to = scratch.query + vector * shape.query_stride;
-      if constexpr (Unit::kWidth == 4) {
-        const auto load = [&](const auto* query) {
+      if constexpr (kIntegers) {
+        const auto encoded = [&](const auto* query) {
           return load_query(query + offset_of(vector), shape.head_dim, scratch.products, to, scratch.offsets + vector);
         };
-        scratch.worth[vector] = call.query_type == Type::kFloat32 ? load(static_cast<const float*>(call.query))
-                                                                  : load(static_cast<const BFloat16*>(call.query));
+        scratch.worth[vector] = call.query_type == Type::kFloat32 ? encoded(static_cast<const float*>(call.query))
+                                                                  : encoded(static_cast<const BFloat16*>(call.query));
       } else if (call.query_type == Type::kFloat32)
         load_query(static_cast<const float*>(call.query) + offset_of(vector), shape.head_dim, rounded, to);
       else

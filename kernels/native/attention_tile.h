@@ -41,9 +41,10 @@ struct Scratch {
   using Weight = typename Unit::Weights::Element;
   std::unique_ptr<char[]> memory;
   float *keys, *values, *scores, *output, *sums, *largest;
-  float* products;  // [kMaxRows][columns], of weights and values, where they are integers
-  float* worth;     // [vectors], of the units of queries that are integers
-  int32_t* offsets;  // [vectors], what takes back the 128 of their keys
+  // Where these are integers: products of weights and values, [kMaxRows][columns]; what a unit of each query is worth,
+  // and what takes back the 128 of its keys, [vectors].
+  float *products, *worth;
+  int32_t* offsets;
   Element* query;
   Weight* weights;
 
@@ -147,22 +148,23 @@ void pack_keys(const Shape<Unit>& shape, const Rows<KV>& rows, int count, const 
 /// Values as they lie in the cache, on the right of a product: units of positions by columns.
 template <class Unit, bool Whole, class KV>
 struct Unpacked {
+  using Weights = typename Unit::Weights;
   const Shape<Unit>& shape;
   const Rows<KV>& rows;
 
   template <int kVectors>
   inline KVRELAY_INLINE void load_columns(int unit, int column, Floats (&columns)[kVectors]) const {
-    if constexpr (Unit::Weights::kWidth == 1) {
+    if constexpr (Weights::kWidth == 1) {
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; ++vector)
-        columns[vector] = load_units<typename Unit::Weights, Whole>(rows.values(unit), column + vector * kLanes, shape.head_dim);
+        columns[vector] = load_units<Weights, Whole>(rows.values(unit), column + vector * kLanes, shape.head_dim);
     } else {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #pragma GCC unroll 4
       for (int vector = 0; vector < kVectors; vector += 2) {
         const int first = column + vector * kLanes;
-        const Floats even = load_units<typename Unit::Weights, Whole>(rows.values(2 * unit), first, shape.head_dim);
-        const Floats odd = load_units<typename Unit::Weights, Whole>(rows.values(2 * unit + 1), first, shape.head_dim);
+        const Floats even = load_units<Weights, Whole>(rows.values(2 * unit), first, shape.head_dim);
+        const Floats odd = load_units<Weights, Whole>(rows.values(2 * unit + 1), first, shape.head_dim);
         columns[vector] = interleave_low(even, odd);
         if (vector + 1 < kVectors) columns[vector + 1] = interleave_high(even, odd);
       }

@@ -19,8 +19,8 @@ inline float largest_magnitude(Ints values) {
   return magnitude;
 }
 
-/// Writes the codes of a row and gives what a unit is worth: the largest magnitude / 127, which is not finite if a value
-/// is not. Where that makes no codes they are 0: so are the lowest bytes of what store() makes of no number.
+/// Writes the codes of a row and gives what a unit is worth: the largest magnitude / 127, which is not finite if a
+/// value is not. Where that makes no codes they are 0, which the lowest byte of no number is.
 inline float encode(const float* x, int64_t size, int8_t* codes) {
   Ints most = {};
   int64_t first = 0;

@@ -1,8 +1,8 @@
 // Products of small matrices out of the caches nearest to the core, and how the right one is laid out for them.
 //
 // Units are what a lane multiplies at a time: one float, or, where the processor can, two bfloat16, two integers of 16
-// bits or four of 8, of which it adds all products. A lane adds up its products in order, whatever the number of rows and
-// columns. Sums of integers lie in the lanes of `Floats` as they are.
+// bits or four of 8, of which it adds all products. A lane adds up its products in order, whatever the number of rows
+// and columns. Sums of integers lie in the lanes of `Floats` as they are.
 #pragma once
 
 #include "vector.h"
