@@ -61,7 +61,7 @@ def load(
     torch_dtype = resolve_dtype(dtype, target)
     has_triton = takes_triton(kernels, target)
     config = _limited(read_config(checkpoint), max_model_len)
-    layout = config.kv_layout(block_size, resolve_kv_dtype(kv_cache_dtype, torch_dtype, target))
+    layout = config.kv_layout(block_size, resolve_kv_dtype(kv_cache_dtype, torch_dtype, target, has_triton=has_triton))
     if kv_memory_bytes is None:
         num_bytes = default_kv_memory(layout, config.max_model_len, workers_on_machine, target)
     else:
@@ -157,14 +157,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """As in a KVLayout. Raises StartError for what this device cannot compute with."""
+def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device, *, has_triton: bool) -> str:
+    """As in a KVLayout. Raises StartError for what a device, or Triton's kernels, cannot compute with."""
     if name not in ("auto", "int8"):
         raise StartError(f"The KV cache dtype {name!r} is not known; set --kv-cache-dtype to auto or int8.")
-    if name == "int8" and device.type != "cpu":
+    if name == "int8" and (has_triton or device.type != "cpu"):
         raise StartError(
-            f"A KV cache in int8 is for CPUs so far, and this worker computes on {device.type}; set --kv-cache-dtype "
-            "to auto, or --device to cpu."
+            "A KV cache in int8 is for CPUs so far, not for GPUs or Triton's kernels; set --kv-cache-dtype to auto, or "
+            "--device to cpu and --kernels to auto."
         )
     return str(dtype).removeprefix("torch.") if name == "auto" else name
 

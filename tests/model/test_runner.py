@@ -240,12 +240,17 @@ def test_devices_and_types_are_checked() -> None:
         resolve_dtype("int4", cpu)
     with pytest.raises(StartError, match="int8"):
         resolve_dtype("int8", cpu)
-    assert resolve_kv_dtype("auto", torch.bfloat16, torch.device("cuda")) == "bfloat16"
-    assert resolve_kv_dtype("int8", torch.bfloat16, cpu) == "int8"
-    with pytest.raises(StartError, match=r"computes on cuda; set --kv-cache-dtype to auto, or --device to cpu"):
-        resolve_kv_dtype("int8", torch.bfloat16, torch.device("cuda"))
+
+
+def test_kv_in_int8_is_for_cpus_and_no_kernels_of_triton() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_kv_dtype("auto", torch.bfloat16, cuda, has_triton=True) == "bfloat16"
+    assert resolve_kv_dtype("int8", torch.bfloat16, cpu, has_triton=False) == "int8"
+    for device, has_triton in ((cpu, True), (cuda, False), (cuda, True)):
+        with pytest.raises(StartError, match="set --kv-cache-dtype to auto, or --device to cpu and --kernels to auto"):
+            resolve_kv_dtype("int8", torch.bfloat16, device, has_triton=has_triton)
     with pytest.raises(StartError, match="int4"):
-        resolve_kv_dtype("int4", torch.bfloat16, cpu)
+        resolve_kv_dtype("int4", torch.bfloat16, cpu, has_triton=False)
 
 
 def test_a_context_longer_than_the_models_is_refused(tmp_path: Path) -> None:
