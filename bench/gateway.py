@@ -8,8 +8,7 @@ import asyncio
 import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kvrelay.bench.children_cpu import child_cpu_s
 from kvrelay.bench.cluster import free_port, started
 from kvrelay.bench.load import Load, run
 from kvrelay.bench.report import show, write_json
@@ -33,9 +33,9 @@ def main() -> None:
     """Measures at each concurrency, prints and writes."""
     options = _arguments()
     rows: list[dict[str, Any]] = []
-    with _gateway(options.step_s, options.cache_dir) as (url, pid):
+    with _gateway(options.step_s, options.cache_dir) as (url, cpu_s):
         for concurrency in options.concurrency:
-            rows.append(_measure(url, pid, concurrency, options))
+            rows.append(_measure(url, cpu_s, concurrency, options))
             Console(stderr=True).print(f"{concurrency} at a time: {rows[-1]['cpu_us_per_token']:.0f} us a token")
     show("A gateway alone", rows)
     write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})
@@ -54,8 +54,8 @@ def _arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def _gateway(step_s: float, cache_dir: Path) -> Iterator[tuple[str, int]]:
-    """Yields the URL and the process number of a gateway that has a stand-in worker."""
+def _gateway(step_s: float, cache_dir: Path) -> Iterator[tuple[str, Callable[[], float]]]:
+    """Yields the URL of a gateway that has a stand-in worker, and the clock of its processor time."""
     addresses = Addresses(free_port(), free_port())
     settings = GatewaySettings(
         model=MODEL, cache_dir=cache_dir, host="127.0.0.1", port=addresses.http, listen=addresses.at
@@ -66,12 +66,10 @@ def _gateway(step_s: float, cache_dir: Path) -> Iterator[tuple[str, int]]:
         ChildSpec(STAND_IN, [sys.executable, "-m", "kvrelay.bench.standin", *standin], os.environ),
     ]
     with started(specs, [STAND_IN], addresses.url) as supervisor:
-        if (pid := supervisor.pid("gateway")) is None:
-            raise RuntimeError("The gateway ended just when it was ready; run this again.")
-        yield addresses.url, pid
+        yield addresses.url, lambda: child_cpu_s(supervisor, "gateway")
 
 
-def _measure(url: str, pid: int, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(url: str, cpu_s: Callable[[], float], concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
     load = Load(
         num_requests=options.rounds * concurrency,
         concurrency=concurrency,
@@ -80,9 +78,9 @@ def _measure(url: str, pid: int, concurrency: int, options: argparse.Namespace) 
         vocab_size=VOCAB_SIZE,
     )
     asyncio.run(run(url, MODEL, replace(load, num_requests=concurrency, seed=1)))  # what is used first is loaded now
-    cpu_s = _cpu_s(pid)
+    begin_s = cpu_s()
     timings = asyncio.run(run(url, MODEL, load))
-    cpu_s = _cpu_s(pid) - cpu_s
+    spent_s = cpu_s() - begin_s
     ages_us = [
         age_us(token_id, came_s)
         for timing in timings
@@ -91,16 +89,10 @@ def _measure(url: str, pid: int, concurrency: int, options: argparse.Namespace) 
     return {
         "at_a_time": concurrency,
         "tokens": len(ages_us),
-        "cpu_us_per_token": 1e6 * cpu_s / len(ages_us),
-        "tokens_per_cpu_s": len(ages_us) / cpu_s,
+        "cpu_us_per_token": 1e6 * spent_s / len(ages_us),
+        "tokens_per_cpu_s": len(ages_us) / spent_s,
         "latency_p50_us": statistics.median(ages_us),
     }
-
-
-def _cpu_s(pid: int) -> float:
-    """Processor time of all threads of a process so far, in its own and in the kernel's code."""
-    clock = ~pid << 3 | 2  # as Linux' clock_getcpuclockid(3), which Python does not offer, makes it
-    return time.clock_gettime(clock)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,17 @@ from kvrelay.config import WorkerSettings
 from kvrelay.decode.scheduler import DecodeScheduler, StepToken
 from kvrelay.errors import Draining, RequestError, WireError
 from kvrelay.events import Event as RequestEvent
-from kvrelay.mailbox import Event, FromGateway, FromPeer, MemoryShared, PeerExited, PeerLost, PieceArrived, ToPeer
+from kvrelay.mailbox import (
+    Event,
+    FromGateway,
+    FromPeer,
+    Mailbox,
+    MemoryShared,
+    PeerExited,
+    PeerLost,
+    PieceArrived,
+    ToPeer,
+)
 from kvrelay.messages import (
     Abort,
     DecodeStarted,
@@ -29,7 +39,7 @@ from kvrelay.model.runner import ModelRunner
 from kvrelay.model.served import load_served
 from kvrelay.outputs import OutputStore
 from kvrelay.prefixes import Prefixes
-from kvrelay.process import WorkerProcess, new_incarnation
+from kvrelay.process import ServedModel, WorkerProcess, new_incarnation
 from kvrelay.transfer.data_plane import open_data_plane
 from kvrelay.transfer.ports import Inlet
 from kvrelay.transfer.protocol.actions import Action, Adopt, DropSequence, Failed, Send
@@ -227,9 +237,26 @@ def run(settings: WorkerSettings) -> int:
     data = open_data_plane(
         settings, process.context, incarnation, kv_cache, served.layout, kv_cache.host, kv_cache.staged
     )
-    blocks = BlockManager(kv_cache.num_blocks, settings.block_size)
+    worker = build(settings, runner, served, incarnation, process.mailbox, data.inlet)
+    return process.serve(served, data.transport, worker.loop)
+
+
+def build(
+    settings: WorkerSettings,
+    runner: ModelRunner,
+    served: ServedModel,
+    incarnation: Incarnation,
+    mailbox: Mailbox,
+    inlet: Inlet,
+) -> DecodeWorker:
+    """A worker with nothing to do yet, over the KV cache of `runner`.
+
+    Raises:
+        MemoryShortage: the cache cannot hold one sequence of the longest context.
+    """
+    blocks = BlockManager(runner.kv_cache.num_blocks, settings.block_size)
     context = WorkerContext(
-        mailbox=process.mailbox,
+        mailbox=mailbox,
         outputs=OutputStore(settings.keep_outputs_s, 4 * (settings.max_queue + settings.max_num_seqs)),
         incarnation=incarnation,
         vocab_size=served.vocab_size,
@@ -255,5 +282,4 @@ def run(settings: WorkerSettings) -> int:
         max_lease_s=settings.lease_s,
         prefixes=prefixes,
     )
-    worker = DecodeWorker(context, runner, blocks, scheduler, receiver, data.inlet)
-    return process.serve(served, data.transport, worker.loop)
+    return DecodeWorker(context, runner, blocks, scheduler, receiver, inlet)

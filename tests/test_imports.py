@@ -25,7 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench": (),
     "deploy": (),
 }
-# Measure the hand-over and the kernels themselves, which cannot be seen from outside through HTTP.
+# Measure the hand-over, the kernels and the compute loop themselves, which cannot be seen from outside through HTTP.
 EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "bench.transfer": ("transfer",),
     "bench.kernels": ("kernels",),
@@ -34,14 +34,16 @@ EXCEPTIONS: dict[str, tuple[str, ...]] = {
     "bench.gpu_step": ("kernels",),
     "bench.gpu_engine": ("model",),
     "bench.gpu_serving": ("model",),
+    "bench.overheads": ("decode.worker", "model", "transfer.ports"),
 }
 # The command line starts processes: it imports their entry points, inside the command that runs them.
 ENTRY_POINTS = ("gateway.server", "prefill.worker", "decode.worker", "bench.verify")
 TORCH_FREE = ("gateway", "planner", "bench", "transfer.protocol", "prefill.scheduler", "decode.scheduler")
-# Measure what is torch's, or is compared with it.
+# Measure what is torch's, or computes with it, or is compared with it.
 NEED_TORCH = (
     "bench.kernels", "bench.attention", "bench.gpu_kernels", "bench.gpu_step", "bench.gpu_engine", "bench.gpu_model",
-    "bench.gpu_serving", "bench.versus_transformers",
+    "bench.gpu_serving", "bench.overheads", "bench.overheads_parts", "bench.overheads_steps",
+    "bench.versus_transformers",
 )  # fmt: skip
 BANNED_NAMES = {"utils", "util", "common", "core", "base", "helper", "helpers", "manager", "managers"}
 
