@@ -7,6 +7,7 @@ every sequence decodes. The idle cluster is that of `kvrelay up` with a prefill 
 import argparse
 import os
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ def main() -> None:
     pin(options.threads)
     steps: list[dict[str, Any]] = []
     for quantization in options.quantization:
-        loop = StepLoop(_worker(quantization, options), options.temperature)
-        for num_sequences in options.sequences:
-            measured = figures(loop.run(_load(num_sequences, loop, options)))
-            steps.append({"quantization": quantization, "sequences": num_sequences, **measured})
-            say(f"{quantization}, {num_sequences}: {measured['outside_ms']:.2f} of {measured['step_ms']:.2f} ms.")
+        loop = StepLoop(_worker(quantization, options))
+        for num_sequences, temperature in product(options.sequences, options.temperature):
+            arm = {"quantization": quantization, "sequences": num_sequences, "temperature": temperature}
+            measured = figures(loop.run(_load(num_sequences, loop, options), temperature))
+            steps.append({**arm, **measured})
+            say(f"{arm}: {measured['outside_ms']:.2f} of {measured['step_ms']:.2f} ms are outside kernels.")
     show("A decode step", steps)
     show("An idle cluster", idle)
     write_json(options.json, [*steps, *idle], {name: str(value) for name, value in vars(options).items()})
@@ -52,7 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of the worker")
     parser.add_argument("--input-len", type=int, default=256, help="prompt tokens")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling; 0 takes the likeliest token")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="0 takes the likeliest token")
     parser.add_argument("--idle-s", type=float, default=20.0, help="seconds for which a cluster is left alone")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "kvrelay", help="fetched models")
     parser.add_argument("--json", type=Path, default=Path("out/overheads.json"), help="where the figures go")

@@ -33,17 +33,16 @@ def pin(num_threads: int) -> None:
 class StepLoop:
     """One loaded model, and a new worker around it for each load."""
 
-    def __init__(self, settings: WorkerSettings, temperature: float) -> None:
-        """Loads the model for as many threads as torch has; tokens are drawn at `temperature`.
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Loads the model for as many threads as torch has.
 
         Raises:
             StartError: the model or the machine does not allow it.
         """
         self._settings = settings
-        self._temperature = temperature
         self._runner, self._served = load_served(settings)
 
-    def run(self, load: Load) -> list[Step]:
+    def run(self, load: Load, temperature: float) -> list[Step]:
         """All requests of a load, which are there at once; gives the steps in which every one of them decoded.
 
         Raises:
@@ -54,7 +53,7 @@ class StepLoop:
         inlet = Inlet(runner.kv_cache, self._served.layout)
         worker = build(self._settings, runner, self._served, incarnation, mailbox, inlet)
         for index, prompt in enumerate(load.prompts()):
-            mailbox.deliver(FromGateway(GATEWAY, self._request(index, prompt, load)))
+            mailbox.deliver(FromGateway(GATEWAY, _request(index, prompt, load.output_len, temperature)))
         control = ControlStandIn(mailbox, load.num_requests)
         thread = threading.Thread(target=control.run, name="control", daemon=True)
         thread.start()
@@ -73,17 +72,6 @@ class StepLoop:
     def vocab_size(self) -> int:
         """Of the model."""
         return self._served.vocab_size
-
-    def _request(self, index: int, prompt: list[int], load: Load) -> GenerateRequest:
-        return GenerateRequest(
-            source=GATEWAY,
-            request_id=f"{load.seed}-{index}",
-            attempt=0,
-            prompt_token_ids=tuple(prompt),
-            params=SamplingParams(
-                max_tokens=load.output_len, temperature=self._temperature, seed=index, ignore_eos=True
-            ),
-        )
 
 
 class ControlStandIn:
@@ -140,3 +128,13 @@ def figures(steps: list[Step]) -> dict[str, Any]:
         "outside_ms": outside_ms,
         "outside_percent": 100 * outside_ms / step_ms,
     }
+
+
+def _request(index: int, prompt: list[int], max_tokens: int, temperature: float) -> GenerateRequest:
+    return GenerateRequest(
+        source=GATEWAY,
+        request_id=f"r{index}",
+        attempt=0,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=index, ignore_eos=True),
+    )

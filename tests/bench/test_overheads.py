@@ -110,10 +110,14 @@ def test_a_step_is_its_parts() -> None:
 
 def test_it_measures_steps_and_an_idle_cluster(tmp_path: Path) -> None:
     path = tmp_path / "overheads.json"
-    load = ["--quantization", "auto", "--sequences", "1", "2", "--input-len", "5", "--output-len", "6", "--idle-s", "1"]
+    arms = ["--quantization", "auto", "--sequences", "1", "2", "--temperature", "1"]
+    load = ["--input-len", "5", "--output-len", "6", "--idle-s", "1"]
     places = ["--cache-dir", str(CACHE_DIR), "--json", str(path)]
     subprocess.run(
-        [sys.executable, "-m", "kvrelay.bench.overheads", *load, *places], check=True, timeout=100, capture_output=True
+        [sys.executable, "-m", "kvrelay.bench.overheads", *arms, *load, *places],
+        check=True,
+        timeout=100,
+        capture_output=True,
     )
     rows = json.loads(path.read_text())["rows"]
     steps, idle = rows[:2], rows[2:]
