@@ -21,6 +21,9 @@ class Form(StrEnum):
     FP32 = "fp32"
 
 
+_FLOATS = {Form.BF16: (torch.bfloat16, 2), Form.FP32: (torch.float32, 1)}  # and how many lie side by side
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
     """A matrix `[outputs, columns]` as uint8 `[tiles, tile_bytes]`, one tile for each 16 outputs."""
@@ -66,14 +69,12 @@ def pack_floats(weights: torch.Tensor, form: Form) -> PackedWeights:
 
     Raises ValueError for other forms: `to_int8` and `to_int4` come before `pack_grouped`.
     """
-    if form not in (Form.BF16, Form.FP32):
+    if form not in _FLOATS:
         raise ValueError(f"Floating-point weights cannot be packed as {form}; quantise them first.")
     outputs, columns = weights.shape
-    width = 2 if form is Form.BF16 else 1
+    dtype, width = _FLOATS[form]
     padded = _whole_tiles(torch.nn.functional.pad(weights, (0, -columns % width)))
-    tiles = padded.to(torch.bfloat16 if form is Form.BF16 else torch.float32).view(
-        -1, _LANES, -(-columns // width), width
-    )
+    tiles = padded.to(dtype).view(-1, _LANES, -(-columns // width), width)
     return PackedWeights(form, outputs, columns, tiles.transpose(1, 2).contiguous().flatten(1).view(torch.uint8))
 
 
@@ -89,9 +90,9 @@ def unpack_grouped(weights: PackedWeights) -> GroupedWeights:
 
 def unpack_floats(weights: PackedWeights) -> torch.Tensor:
     """The inverse of `pack_floats`: bfloat16 or float32 `[outputs, columns]`. ValueError for other forms."""
-    if weights.form not in (Form.BF16, Form.FP32):
+    if weights.form not in _FLOATS:
         raise ValueError(f"Weights packed as {weights.form} are in groups; use unpack_grouped.")
-    dtype, width = (torch.bfloat16, 2) if weights.form is Form.BF16 else (torch.float32, 1)
+    dtype, width = _FLOATS[weights.form]
     tiles = weights.tiles.view(dtype).view(len(weights.tiles), -1, _LANES, width).transpose(1, 2)
     return tiles.flatten(2).flatten(0, 1)[: weights.outputs, : weights.columns]
 
@@ -99,12 +100,24 @@ def unpack_floats(weights: PackedWeights) -> torch.Tensor:
 def unpack_rows(weights: PackedWeights, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of the matrix, float32 `[len(rows), columns]`: an embedding may be the last layer's weights too.
 
-    rows is int64 `[rows]`, each below `outputs`.
+    rows is int64 `[rows]`, each below `outputs`. Only their own bytes are read, not the tiles they lie in.
     """
-    tiles = PackedWeights(weights.form, _LANES * len(rows), weights.columns, weights.tiles[rows // _LANES])
-    floats = weights.form in (Form.BF16, Form.FP32)
-    values = unpack_floats(tiles).float() if floats else unpack_grouped(tiles).values
-    return values[torch.arange(len(rows)) * _LANES + rows % _LANES]
+    tile, lane, groups = rows // _LANES, rows % _LANES, -(-weights.columns // GROUP)
+    if weights.form is Form.INT4:
+        parts = weights.tiles.view(-1, groups, 320)
+        both = parts[:, :, :256].view(-1, groups, 4, _LANES, _FOURS)[tile, :, :, lane]
+        codes = torch.stack((both & 15, both >> 4), dim=2).flatten(1)
+        halves = parts[:, :, 256:].view(-1, groups, 2, _LANES, 2)[tile, :, :, lane].view(torch.float16)
+        return GroupedWeights(codes, halves[:, :, 0, 0], halves[:, :, 1, 0], weights.columns).values
+    if weights.form is Form.INT8:
+        parts = weights.tiles.view(len(weights.tiles), -1, 1088)
+        pairs = parts.shape[1]
+        codes = parts[:, :, :1024].view(-1, pairs, 2, 8, _LANES, _FOURS)[tile, :, :, :, lane].flatten(1)
+        halves = parts[:, :, 1024:].view(-1, pairs, 2, _LANES, 2)[tile, :, :, lane].view(torch.float16).flatten(1)
+        return GroupedWeights(codes[:, : groups * GROUP], halves[:, :groups], None, weights.columns).values
+    dtype, width = _FLOATS[weights.form]
+    units = weights.tiles.view(dtype).view(len(weights.tiles), -1, _LANES, width)
+    return units[tile, :, lane].flatten(1)[:, : weights.columns].float()
 
 
 def _pack_int4(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:

@@ -55,9 +55,10 @@ def test_packing_blocks_loses_nothing(name: str) -> None:
     assert same(unpack_grouped(pack_grouped(weights)), weights)
 
 
+@pytest.mark.parametrize("columns", [31, 45, 64, 70])
 @pytest.mark.parametrize("form", Form)
-def test_rows_are_those_of_the_whole_matrix(form: Form) -> None:
-    weights = torch.randn(37, 45, generator=torch.Generator().manual_seed(3))
+def test_rows_are_those_of_the_whole_matrix(form: Form, columns: int) -> None:
+    weights = torch.randn(37, columns, generator=torch.Generator().manual_seed(3))
     quantise = {Form.INT4: to_int4, Form.INT8: to_int8}
     packed = pack_grouped(quantise[form](weights)) if form in quantise else pack_floats(weights, form)
     whole = unpack_grouped(packed).values if form in quantise else unpack_floats(packed).float()
