@@ -39,10 +39,10 @@ def main() -> None:
     for arm in options.arm + (options.peer if options.peers else []):
         with _server(arm, options.peers) as url:
             rows += _measure(arm, url, options)
+        write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})  # each arm: minutes
     show(f"{options.input_len} tokens in, {options.output_len} out", rows)
     for peer in options.peer if options.peers else ():
         show(f"Times as fast as {peer} (above 1: faster, or sooner)", ratios(rows, peer))
-    write_json(options.json, rows, {name: str(value) for name, value in vars(options).items()})
 
 
 def _arguments() -> argparse.Namespace:
