@@ -28,8 +28,8 @@ def main() -> None:
     """Measures both, each twice and in turn, prints and writes the ratio."""
     options = _arguments()
     load = Load(options.rounds, 1, options.input_len, options.output_len, vocab_size=40000, seed=options.seed)
-    theirs = _llama_cpp(load, options) + _llama_cpp(load, options)
-    ours = _kvrelay(load) + _kvrelay(load)
+    theirs, ours = _llama_cpp(load, options), _kvrelay(load)
+    theirs, ours = theirs + _llama_cpp(load, options), ours + _kvrelay(load)
     rows = [_row("llama.cpp", theirs, load), _row("kvrelay", ours, load)]
     show(f"One stream on one core, {load.input_len} tokens in, {load.output_len} out", rows)
     ratio = rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"]

@@ -77,7 +77,7 @@ class AttentionKernel:
 
         kv is one layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, float32 or bfloat16; with the latter
         queries and weights are rounded to bfloat16 as well. Or it is int8, its rows as `quantize_kv` gives them; then
-        queries and weights are rounded to bfloat16 where the processor multiplies that. `dtype` is float32 or bfloat16.
+        queries and weights become integers too where the processor multiplies those. `dtype` is float32 or bfloat16.
         Nothing behind a sequence's last position is read.
 
         Raises ValueError if shapes or types are others.

@@ -82,19 +82,14 @@ def unpack_grouped(weights: PackedWeights) -> GroupedWeights:
     """The inverse of `pack_grouped`, bit for bit. ValueError for other forms."""
     if weights.form not in (Form.INT4, Form.INT8):
         raise ValueError(f"Weights packed as {weights.form} are not in groups; use unpack_floats.")
-    unpack = _unpack_int4 if weights.form is Form.INT4 else _unpack_int8
-    codes, scales, minima = unpack(weights.tiles, -(-weights.columns // GROUP))
-    rows = weights.outputs
-    return GroupedWeights(codes[:rows], scales[:rows], None if minima is None else minima[:rows], weights.columns)
+    return _grouped_rows(weights, torch.arange(weights.outputs))
 
 
 def unpack_floats(weights: PackedWeights) -> torch.Tensor:
     """The inverse of `pack_floats`: bfloat16 or float32 `[outputs, columns]`. ValueError for other forms."""
     if weights.form not in _FLOATS:
         raise ValueError(f"Weights packed as {weights.form} are in groups; use unpack_grouped.")
-    dtype, width = _FLOATS[weights.form]
-    tiles = weights.tiles.view(dtype).view(len(weights.tiles), -1, _LANES, width).transpose(1, 2)
-    return tiles.flatten(2).flatten(0, 1)[: weights.outputs, : weights.columns]
+    return _float_rows(weights, torch.arange(weights.outputs))
 
 
 def unpack_rows(weights: PackedWeights, rows: torch.Tensor) -> torch.Tensor:
@@ -102,22 +97,19 @@ def unpack_rows(weights: PackedWeights, rows: torch.Tensor) -> torch.Tensor:
 
     rows is int64 `[rows]`, each below `outputs`. Only their own bytes are read, not the tiles they lie in.
     """
-    tile, lane, groups = rows // _LANES, rows % _LANES, -(-weights.columns // GROUP)
-    if weights.form is Form.INT4:
-        parts = weights.tiles.view(-1, groups, 320)
-        both = parts[:, :, :256].view(-1, groups, 4, _LANES, _FOURS)[tile, :, :, lane]
-        codes = torch.stack((both & 15, both >> 4), dim=2).flatten(1)
-        halves = parts[:, :, 256:].view(-1, groups, 2, _LANES, 2)[tile, :, :, lane].view(torch.float16)
-        return GroupedWeights(codes, halves[:, :, 0, 0], halves[:, :, 1, 0], weights.columns).values
-    if weights.form is Form.INT8:
-        parts = weights.tiles.view(len(weights.tiles), -1, 1088)
-        pairs = parts.shape[1]
-        codes = parts[:, :, :1024].view(-1, pairs, 2, 8, _LANES, _FOURS)[tile, :, :, :, lane].flatten(1)
-        halves = parts[:, :, 1024:].view(-1, pairs, 2, _LANES, 2)[tile, :, :, lane].view(torch.float16).flatten(1)
-        return GroupedWeights(codes[:, : groups * GROUP], halves[:, :groups], None, weights.columns).values
+    return _float_rows(weights, rows).float() if weights.form in _FLOATS else _grouped_rows(weights, rows).values
+
+
+def _float_rows(weights: PackedWeights, rows: torch.Tensor) -> torch.Tensor:
     dtype, width = _FLOATS[weights.form]
     units = weights.tiles.view(dtype).view(len(weights.tiles), -1, _LANES, width)
-    return units[tile, :, lane].flatten(1)[:, : weights.columns].float()
+    return units[rows // _LANES, :, rows % _LANES].flatten(1)[:, : weights.columns]
+
+
+def _grouped_rows(weights: PackedWeights, rows: torch.Tensor) -> GroupedWeights:
+    unpack, groups = (_int4_rows if weights.form is Form.INT4 else _int8_rows), -(-weights.columns // GROUP)
+    codes, scales, minima = unpack(weights.tiles, rows // _LANES, rows % _LANES, groups)
+    return GroupedWeights(codes, scales, minima, weights.columns)
 
 
 def _pack_int4(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> torch.Tensor:
@@ -127,11 +119,13 @@ def _pack_int4(codes: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) 
     return torch.cat((both, _pack_halves(scales), _pack_halves(minima)), dim=2)
 
 
-def _unpack_int4(tiles: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    codes, scales, minima = torch.split(tiles.view(len(tiles), groups, -1), [256, 32, 32], dim=2)
-    both = codes.view(len(tiles), groups, 4, _LANES, _FOURS).permute(0, 3, 1, 2, 4)
-    split = torch.stack((both & 15, both >> 4), dim=3).flatten(2).flatten(0, 1)
-    return split, _unpack_halves(scales), _unpack_halves(minima)
+def _int4_rows(
+    tiles: torch.Tensor, tile: torch.Tensor, lane: torch.Tensor, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    parts = tiles.view(-1, groups, 320)
+    both = parts[:, :, :256].view(-1, groups, 4, _LANES, _FOURS)[tile, :, :, lane]
+    halves = parts[:, :, 256:].view(-1, groups, 2, _LANES, 2)[tile, :, :, lane].view(torch.float16)
+    return torch.stack((both & 15, both >> 4), dim=2).flatten(1), halves[:, :, 0, 0], halves[:, :, 1, 0]
 
 
 def _pack_int8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -140,20 +134,19 @@ def _pack_int8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.cat((_pairs(ordered), _pairs(_pack_halves(scales))), dim=2)
 
 
-def _unpack_int8(tiles: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    parts = torch.split(tiles.view(len(tiles), -1, 1088), [1024, 64], dim=2)
-    codes, scales = (part.reshape(len(tiles), -1, part.shape[2] // 2)[:, :groups] for part in parts)
-    ordered = codes.reshape(len(tiles), groups, 8, _LANES, _FOURS).permute(0, 3, 1, 2, 4)
-    return ordered.flatten(2).flatten(0, 1), _unpack_halves(scales), None
+def _int8_rows(
+    tiles: torch.Tensor, tile: torch.Tensor, lane: torch.Tensor, groups: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    parts = tiles.view(len(tiles), -1, 1088)
+    pairs = parts.shape[1]
+    codes = parts[:, :, :1024].view(-1, pairs, 2, 8, _LANES, _FOURS)[tile, :, :, :, lane].flatten(1)
+    halves = parts[:, :, 1024:].view(-1, pairs, 2, _LANES, 2)[tile, :, :, lane].view(torch.float16).flatten(1)
+    return codes[:, : groups * GROUP], halves[:, :groups], None
 
 
 def _pack_halves(halves: torch.Tensor) -> torch.Tensor:
     """float16 `[outputs, groups]` as bytes `[tiles, groups, 32]`."""
     return _whole_tiles(halves).view(-1, _LANES, halves.shape[1]).transpose(1, 2).contiguous().view(torch.uint8)
-
-
-def _unpack_halves(tiles: torch.Tensor) -> torch.Tensor:
-    return tiles.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
 
 
 def _pairs(parts: torch.Tensor) -> torch.Tensor:
