@@ -12,7 +12,7 @@ from kvrelay.types import SamplingParams
 from tests.e2e.cluster import Cluster, joined, wait_for
 from tests.e2e.reference import Reference
 from tests.e2e.requests import complete_all, prompts
-from tests.tiny_model import VOCAB, write_tiny_model
+from tests.tiny_model import VOCAB
 
 SETTINGS: dict[str, object] = {"dtype": "float32", "kv_memory": "8M", "threads": 1, "heartbeat_s": 0.1}
 PREFILL: dict[str, object] = {"command": "prefill", "block_size": 16, "max_batch_tokens": 64}
@@ -26,16 +26,6 @@ DECODERS: dict[str, dict[str, object]] = {
 WORKERS = {"p": PREFILL, **DECODERS}
 NUM_TOKENS = 10
 MAX_TURNS = 40
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sizes")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return write_tiny_model(folder / "tiny")
 
 
 @pytest.fixture(scope="module")

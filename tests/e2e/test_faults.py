@@ -14,14 +14,9 @@ import pytest
 
 from tests.e2e.cluster import Cluster, running, wait_for
 from tests.e2e.storm import Outcome, Storm
-from tests.tiny_model import VOCAB, write_tiny_model
+from tests.tiny_model import VOCAB
 
 END_S = 30.0  # the promise is 5 s; the bound is wide, since other tests may share the cores
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from kvrelay.types import SamplingParams
 from tests.e2e.cluster import Cluster, joined, wait_for
 from tests.e2e.reference import Reference
 from tests.e2e.requests import complete_all, prompts
-from tests.tiny_model import VOCAB, write_tiny_model
+from tests.tiny_model import VOCAB
 
 SETTINGS: dict[str, object] = {"dtype": "float32", "kv_memory": "8M", "threads": 1, "heartbeat_s": 0.1}
 INT8: dict[str, object] = {"kv_cache_dtype": "int8"}
@@ -24,16 +24,6 @@ DECODERS: dict[str, dict[str, object]] = {
 OTHER = "float32"
 WORKERS: dict[str, dict[str, object]] = {"p": {**PREFILL, **INT8}, **DECODERS, OTHER: {"command": "decode"}}
 NUM_TOKENS = 10
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("int8")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return write_tiny_model(folder / "tiny")
 
 
 @pytest.fixture(scope="module")

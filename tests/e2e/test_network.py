@@ -15,7 +15,7 @@ from tests.e2e.cluster import Cluster, wait_for
 from tests.e2e.network import Host, NoNamespaces, cluster_of, two_hosts
 from tests.e2e.reference import Reference
 from tests.e2e.requests import complete_all, end_all
-from tests.tiny_model import VOCAB, write_tiny_model
+from tests.tiny_model import VOCAB
 
 BITS_PER_S = 4_000_000
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, head_dim, float32
@@ -34,16 +34,6 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         except NoNamespaces as reason:
             pytest.skip(f"No network namespaces here: {reason}.")
         yield pair
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("network")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return write_tiny_model(folder / "tiny")
 
 
 @pytest.fixture(scope="module", params=["prefill", "decode"])

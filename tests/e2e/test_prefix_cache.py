@@ -11,17 +11,12 @@ import pytest
 
 from tests.e2e.cluster import Cluster, running, wait_for
 from tests.e2e.requests import complete_all, prompts
-from tests.tiny_model import VOCAB, write_tiny_model
+from tests.tiny_model import VOCAB
 
 BLOCK_SIZE = 16
 NUM_TOKENS = 8
 SETTINGS: dict[str, object] = {"dtype": "float32", "heartbeat_s": 0.1}
 ARMS: dict[str, dict[str, int]] = {"1P1D": {"prefill": 1, "decode": 1}, "both": {"prefill": 0, "decode": 0, "both": 1}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module", params=ARMS)

@@ -22,11 +22,6 @@ WORKERS = ("p", "forced", *DECODERS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("transports")
-
-
-@pytest.fixture(scope="module")
 def gateway(folder: Path) -> Iterator[WireGateway]:
     """With a prefill worker that has every transport, one that is told to use shared memory, and the decode workers."""
     model = write_tiny_model(folder / "tiny")

@@ -20,8 +20,9 @@ from kvrelay.model.runner import ModelRunner
 from kvrelay.model.triton_sampler import TritonSampler
 from kvrelay.types import Batch, ScheduledSequence, Sequence
 from tests.model.conftest import Driver, random_ids
+from tests.model.sameness import alone, same, together
 from tests.model.test_kv_cache import layout
-from tests.model.test_native_sameness import NUM_TOKENS, alone, same
+from tests.model.test_native_sameness import NUM_TOKENS
 from tests.tiny_model import VOCAB, write_tiny_model
 
 pytestmark = [
@@ -151,18 +152,11 @@ def test_logits_have_the_same_bits_recorded_or_not_in_every_batch_chunk_and_bloc
     prompts = [random_ids(length, VOCAB, length) for length in (1, 15, 64, 511, 700)]
     eager, graphed, others = drivers_of(), drivers_of(max_decode_rows=4), drivers_of(block_size=8, max_decode_rows=8)
     assert isinstance(graphed.runner.network, GraphedNetwork)
-    expected = [alone(eager, prompt) for prompt in prompts]
+    expected = [alone(eager, prompt, NUM_TOKENS) for prompt in prompts]
     for driver, chunk in ((eager, 64), (graphed, 1000), (graphed, 7), (others, 100)):
-        assert all(same(alone(driver, prompt, chunk), logits) for prompt, logits in zip(prompts, expected, strict=True))
+        assert all(map(same, (alone(driver, prompt, NUM_TOKENS, chunk) for prompt in prompts), expected))
     for driver in (eager, graphed, others):
-        rows = [driver.sequence(prompt) for prompt in prompts]
-        driver.step(*((row, row.num_prompt_tokens) for row in rows))  # all prompts at once
-        together = [driver.logits.clone()]
-        for _ in range(NUM_TOKENS - 1):
-            driver.step(*((row, 1) for row in rows))
-            together.append(driver.logits.clone())
-        for row, logits in enumerate(expected):
-            assert same([step[row] for step in together], logits)
+        assert all(map(same, together(driver, prompts, NUM_TOKENS), expected))
 
 
 def test_tokens_are_those_of_the_sampler_on_the_host(drivers_of: Callable[..., Driver]) -> None:

@@ -20,8 +20,8 @@ from kvrelay.types import Batch, ScheduledSequence
 from tests.kernels.interpreted import interpret_everywhere
 from tests.kernels.sampled import sequences, tied_logits
 from tests.model.conftest import Driver, drain, random_ids
+from tests.model.sameness import alone, same, shared_and_resumed, together
 from tests.model.test_gguf import VOCAB, write_gguf
-from tests.model.test_native_sameness import same
 from tests.tiny_model import write_tiny_model
 
 Q = GGMLQuantizationType
@@ -113,47 +113,22 @@ def test_weights_that_gpus_cannot_multiply_are_refused(tmp_path: Path, model: Pa
         runner_of(tmp_path / "odd", quantization=Quantization.INT8)
 
 
-def alone(driver: Driver, prompt: list[int], chunk: int = 1000) -> list[torch.Tensor]:
-    """Logits of the first tokens after a prompt, one sequence by itself."""
-    sequence = driver.sequence(prompt)
-    found = [driver.prefill(sequence, chunk).clone()]
-    for _ in range(NUM_TOKENS - 1):
-        driver.step((sequence, 1))
-        found.append(driver.logits[0].clone())
-    return found
-
-
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_logits_have_the_same_bits_in_every_batch_chunk_and_block_size(dtype: str, model: Path) -> None:
     driver = Driver(runner_of(model, dtype=dtype))
     prompts = [random_ids(length, VOCAB, length) for length in LENGTHS]
-    expected = [alone(driver, prompt) for prompt in prompts]
+    expected = [alone(driver, prompt, NUM_TOKENS) for prompt in prompts]
     for chunk in (1, 7):
-        assert same(alone(driver, prompts[1], chunk), expected[1])
-    assert same(alone(Driver(runner_of(model, block_size=8, dtype=dtype)), prompts[-1], 33), expected[-1])
-    rows = [driver.sequence(prompt) for prompt in prompts]
-    driver.step(*((row, row.num_prompt_tokens) for row in rows))  # all prompts at once
-    together = [driver.logits.clone()]
-    for _ in range(NUM_TOKENS - 1):
-        driver.step(*((row, 1) for row in reversed(rows)))
-        together.append(driver.logits.flip(0))
-    for row, logits in enumerate(expected):
-        assert same([step[row] for step in together], logits)
+        assert same(alone(driver, prompts[1], NUM_TOKENS, chunk), expected[1])
+    assert same(alone(Driver(runner_of(model, block_size=8, dtype=dtype)), prompts[-1], NUM_TOKENS, 33), expected[-1])
+    assert all(map(same, together(driver, prompts, NUM_TOKENS), expected))
 
 
 def test_a_sequence_that_goes_on_after_a_prompt_it_shares_has_the_same_bits(model: Path) -> None:
     """What a prefix cache does, and what preemption and a new start do."""
     driver = Driver(runner_of(model))
     prompt = random_ids(20, VOCAB, 3)
-    expected = alone(driver, prompt)
-    first, second = driver.sequence(prompt), driver.sequence(prompt)
-    driver.prefill(first, 1000)
-    second.block_table[0] = first.block_table[0]
-    second.num_computed_tokens = 16
-    assert torch.equal(driver.prefill(second, 1000), expected[0])
-    driver.step((second, 1))
-    resumed = driver.sequence(second.token_ids[:21])
-    assert torch.equal(driver.prefill(resumed, 1000), expected[1])
+    assert same(shared_and_resumed(driver, prompt, 16), alone(driver, prompt, 2))
 
 
 def test_garbage_never_reaches_a_result_and_does_not_stay_in_begun_blocks(model: Path) -> None:
@@ -161,7 +136,7 @@ def test_garbage_never_reaches_a_result_and_does_not_stay_in_begun_blocks(model:
     kv = poisoned.runner.kv_cache.tensor
     kv.fill_(torch.nan)
     prompt = random_ids(10, VOCAB, 2)
-    assert same(alone(poisoned, prompt, 4), alone(clean, prompt, 4))
+    assert same(alone(poisoned, prompt, NUM_TOKENS, 4), alone(clean, prompt, NUM_TOKENS, 4))
     used = kv[0, ~kv[0].isnan().flatten(1).all(1)]
     assert len(used) == 2
     assert used.isfinite().all()
